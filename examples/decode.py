@@ -1,13 +1,14 @@
-"""A Llama decodes from its KV cache, with PyTorch's RoPE and tuned's, eagerly and by a CUDA graph: same? how fast?
+"""A Llama decodes from its KV cache with PyTorch's RoPE and tuned's, eagerly and by a CUDA graph: same tokens? how fast?
 
     python examples/decode.py                            # some seconds on a CPU, where there is no graph
     python examples/decode.py --hidden 4096 --heads 32 --kv-heads 8 --layers 8 --dtype bfloat16   # on a GPU
 
-The model is Llama's with random weights, and writes a token a step. A step asks the host for nothing: position, tokens
-and caches are tensors on the device, which the step itself advances, so that the same graph serves every position. RoPE
-overwrites q and k where the packed projection left them.
+The model is a Llama with random weights, and writes one token per step. A step needs nothing from the host: position,
+tokens and caches are tensors on the device, which the step itself advances, so that the same graph serves every
+position. RoPE overwrites q and k in the result of the packed projection.
 
-Exit code 1: a graph wrote other tokens than the same step without one; or, in float32, the kernels other than PyTorch.
+Exit code 1: a graph wrote other tokens than the same step without a graph; or, in float32, the kernels wrote other
+tokens than PyTorch.
 """
 
 # ruff: noqa: INP001, T201 - a script, which prints
@@ -29,21 +30,21 @@ from torch import nn
 import tuned
 from tuned.dispatch import rope_qk
 
-RUNS = 3  # of which the median is printed
+RUNS = 3  # the median of them is printed
 WARM_UP = 3  # steps before a graph is captured: kernels are compiled and libraries loaded in them
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What a step reads and overwrites, all of it on the device. B texts, T tokens to write, L layers."""
+    """The tensors that a step reads and overwrites, all on the device. B texts, T tokens to write, L layers."""
 
-    token: torch.Tensor  # [B] int64, the last one written
-    position: torch.Tensor  # [] int64, that of token
+    token: torch.Tensor  # [B] int64, the last token written
+    position: torch.Tensor  # [] int64, position of that token
     written: torch.Tensor  # [B, T] int64
     caches: torch.Tensor  # [L, 2, B, kv_heads, T, D]: keys and values
 
     def restart(self, first: torch.Tensor) -> None:
-        """Before the first step; first [B] stands at position 0. The caches may stay: no step looks ahead of itself."""
+        """Prepare for the first step; ``first`` [B] stands at position 0. The caches may stay: no step reads ahead."""
         self.token.copy_(first)
         self.position.zero_()
         self.written.zero_()
@@ -55,13 +56,13 @@ class Block(Layers):
     def forward(
         self, x: torch.Tensor, rotate: Callable[..., Any], state: State, cache: torch.Tensor, seen: torch.Tensor
     ) -> torch.Tensor:
-        """[B, 1, E] from the same and the layer's cache [2, B, kv_heads, T, D], read where ``seen`` [1, T]."""
+        """[B, 1, E] from x [B, 1, E] and the layer's cache [2, B, kv_heads, T, D]; ``seen`` [1, T] marks what is read."""
         q, k, v = self.project(x)
         q, k = rotate(q, k)
         here = state.position.view(1)
         for kept, new in zip(cache, (k, v), strict=True):
             kept.index_copy_(2, here, new.transpose(1, 2))
-        # The query heads that share a key head stand where a longer text has its queries: nothing is repeated.
+        # The query heads that share a key head take the axis of queries, so that keys and values need not be repeated.
         groups = q.reshape(len(x), self.kv_heads, self.heads // self.kv_heads, -1)  # [B, kv_heads, group, D]
         heads = nn.functional.scaled_dot_product_attention(groups, cache[0], cache[1], attn_mask=seen)
         return self.added(x, heads.flatten(1)[:, None])
@@ -72,17 +73,17 @@ class Llama(Decoder):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options, Block, options.tokens)
-        # No buffer: to(dtype) would round it.
+        # Not a buffer, which to(dtype) would round.
         self.cos_sin_cache = torch.cat((self.angles.cos(), self.angles.sin()), -1).to(options.device)  # [T, D] float32
 
     def rotation(self, position: torch.Tensor) -> partial[Any]:
-        """What rotates q and k, made once for all blocks; cos and sin in the dtype of these, as is usual."""
-        row = self.cos_sin_cache.index_select(0, position.view(1))[0]  # cos_sin_cache[position] would ask the host
+        """The function that rotates q and k, made once for all blocks; cos and sin have the dtype of q and k."""
+        row = self.cos_sin_cache.index_select(0, position.view(1))[0]  # cos_sin_cache[position] would synchronize
         cos, sin = (half.repeat(2).to(self.output.weight.dtype) for half in row.chunk(2))
         return partial(apply_rotary_pos_emb, cos=cos, sin=sin)
 
     def forward(self, state: State) -> torch.Tensor:
-        """Logits [B, symbols] of what follows the state's token; its keys and values go to the caches."""
+        """Logits [B, symbols] of the token after the state's token, whose keys and values go to the caches."""
         rotate, x = self.rotation(state.position), self.embedding(state.token)[:, None]
         seen = (torch.arange(state.written.shape[1], device=x.device) <= state.position)[None]  # [1, T]
         for block, cache in zip(self.blocks, state.caches, strict=True):
@@ -90,14 +91,14 @@ class Llama(Decoder):
         return self.output(self.norm(x[:, 0]))
 
     def advance(self, state: State) -> None:
-        """Write the likeliest token of each text."""
+        """Write the likeliest next token of each text."""
         state.token.copy_(self(state).argmax(-1))
         state.written.index_copy_(1, state.position.view(1), state.token[:, None])
         state.position.add_(1)
 
 
 class TunedLlama(Llama):
-    """The same; q and k are rotated in place by one launch, which reads the position on the device."""
+    """The same model; q and k are rotated in place by one launch, which reads the position on the device."""
 
     def rotation(self, position: torch.Tensor) -> partial[Any]:
         """As Llama's."""
@@ -105,7 +106,7 @@ class TunedLlama(Llama):
 
 
 def empty_state(options: argparse.Namespace) -> State:
-    """A state to be restarted."""
+    """A state of zeros, to be restarted."""
     count = (options.batch, options.tokens)
     cache = (options.batch, options.kv_heads, options.tokens, options.hidden // options.heads)
     return State(
@@ -118,7 +119,7 @@ def empty_state(options: argparse.Namespace) -> State:
 
 def captured(step: Callable[[], object], state: State, first: torch.Tensor) -> Callable[[], object]:
     """The same step as one launch of a CUDA graph."""
-    # Capture wants the steps before it on another stream than the default one.
+    # The steps before a capture must run on another stream than the default one.
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -133,7 +134,7 @@ def captured(step: Callable[[], object], state: State, first: torch.Tensor) -> C
 
 
 def written_by(step: Callable[[], object], state: State, first: torch.Tensor) -> torch.Tensor:
-    """The tokens [B, T] that the steps write, when the device is done."""
+    """The tokens [B, T] that the steps write; it waits until the device is done."""
     state.restart(first)
     for _ in range(state.written.shape[1]):
         step()
@@ -142,7 +143,7 @@ def written_by(step: Callable[[], object], state: State, first: torch.Tensor) ->
 
 
 def same_tokens(what: str, one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Print whether two runs wrote the same, and in how many texts not."""
+    """Print and return whether two runs wrote the same tokens, and print how many texts differ."""
     same = torch.equal(one, other)
     more = "" if same else f", {(one != other).any(1).sum()} of {len(one)} texts differ"
     print(f"same tokens {what}: {same}{more}", flush=True)
@@ -150,7 +151,7 @@ def same_tokens(what: str, one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def ways(models: Sequence[Llama], state: State, first: torch.Tensor) -> dict[str, list[Callable[[], object]]]:
-    """For each way to take a step that the device has, the step of each model."""
+    """Way to run a step -> the step of each model, for each way that the device has."""
     eager: list[Callable[[], object]] = [partial(model.advance, state) for model in models]
     if first.device.type == "cuda":
         return {"eager": eager, "CUDA graph": [captured(step, state, first) for step in eager]}
@@ -159,7 +160,7 @@ def ways(models: Sequence[Llama], state: State, first: torch.Tensor) -> dict[str
 
 
 def compare(models: Sequence[Llama], options: argparse.Namespace, first: torch.Tensor) -> bool:
-    """Print whether all ways write the same tokens, and how many a second; whether those that must do so do."""
+    """Print whether all ways write the same tokens, and how many a second. Returns whether all that must agree agree."""
     state = empty_state(options)
     steps = ways(models, state, first)
     tokens = {way: [written_by(step, state, first) for step in both] for way, both in steps.items()}  # compiles
@@ -179,7 +180,7 @@ def compare(models: Sequence[Llama], options: argparse.Namespace, first: torch.T
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write with both models in every way that the device has; the exit code."""
+    """Write with both models in every way that the device has. Returns the exit code."""
     parser = parser_of(
         __doc__,
         tuple(DTYPES),

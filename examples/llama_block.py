@@ -3,8 +3,9 @@
     python examples/llama_block.py   # learns to copy, in some seconds on a CPU; and on a GPU:
     python examples/llama_block.py --dtype bfloat16 --hidden 4096 --heads 32 --kv-heads 8 --seq 4096 --batch 2
 
-The task is made here: the second half of a text repeats the first, which is random, so that a model has to learn how
-far back to look. A block is Llama's: RMSNorm, attention in which groups of heads share keys and values, SwiGLU.
+The script generates the task: the second half of a text repeats the first half, which is random, so that a model has to
+learn how far back to look. A block is Llama's: RMSNorm, attention in which groups of heads share keys and values,
+SwiGLU.
 
 Exit code 1: at the start, where the two models are the same, their gradients differ by more than rounding.
 """
@@ -28,7 +29,7 @@ import tuned
 from tuned.dispatch import rope_qk
 
 DTYPES = {name: shared.DTYPES[name] for name in ("float32", "bfloat16")}
-ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}  # in a parameter's gradient, relative; a wrong rotation gives about 1
+ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}  # of a parameter's gradient, relative; a wrong rotation gives about 1
 COMPILING = 3  # first steps, in which kernels are compiled and memory is allocated: their times are left out
 
 
@@ -36,7 +37,7 @@ class Block(shared.Layers):
     """Attention and a feed-forward layer. B texts, S positions, E hidden, D features a head."""
 
     def forward(self, x: torch.Tensor, rotate: Callable[..., Any]) -> torch.Tensor:
-        """[B, S, E] from the same, given what rotates q and k."""
+        """[B, S, E] from x [B, S, E]; ``rotate`` rotates q and k."""
         q, k, v = self.project(x)
         q, k = rotate(q, k)
         heads = nn.functional.scaled_dot_product_attention(
@@ -56,12 +57,12 @@ class Llama(shared.Decoder):
         self.register_buffer("freqs", self.angles)  # [S, D / 2] radians
 
     def rotation(self) -> partial[Any]:
-        """What rotates q and k, made once for all blocks; cos and sin in the dtype of these, as is usual."""
+        """The function that rotates q and k, made once for all blocks; cos and sin have the dtype of q and k."""
         angles = torch.cat((self.freqs, self.freqs), -1)[:, None]
         return partial(shared.apply_rotary_pos_emb, cos=angles.cos().to(self.dtype), sin=angles.sin().to(self.dtype))
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Logits [B, S, symbols] of what follows each position of a text [B, S]."""
+        """Logits [B, S, symbols] of the symbol after each position of a text [B, S]."""
         with torch.autocast(text.device.type, self.dtype, enabled=self.dtype is not torch.float32):
             rotate, x = self.rotation(), self.embedding(text)
             for block in self.blocks:
@@ -70,7 +71,7 @@ class Llama(shared.Decoder):
 
 
 class TunedLlama(Llama):
-    """The same; q and k are rotated in one launch, which takes cos and sin of the angles itself."""
+    """The same model; q and k are rotated in one launch, which computes cos and sin of the angles itself."""
 
     def rotation(self) -> partial[Any]:
         """As Llama's."""
@@ -91,14 +92,14 @@ def loss_of(model: Llama, text: torch.Tensor) -> torch.Tensor:
 
 
 def gradients_apart(models: Sequence[Llama], text: torch.Tensor) -> float:
-    """The largest difference of a parameter's gradients in the two models, relative to the first's norm."""
+    """The largest difference of a parameter's gradients in the two models, relative to the norm of the first's gradient."""
     gradients = (torch.autograd.grad(loss_of(model, text), list(model.parameters())) for model in models)
     apart = [(first - second).norm() / first.norm() for first, second in zip(*gradients, strict=True)]
-    return torch.stack(apart).max().item()  # NaN if there is one, where Python's max() may pass over it
+    return torch.stack(apart).max().item()  # NaN if any is NaN, which Python's max() may miss
 
 
 def train_step(model: Llama, optimiser: torch.optim.Optimizer, text: torch.Tensor) -> torch.Tensor:
-    """Forward, backward and an update; the loss before it."""
+    """Forward, backward and an update. Returns the loss before the update."""
     optimiser.zero_grad()
     loss = loss_of(model, text)
     loss.backward()
@@ -108,7 +109,7 @@ def train_step(model: Llama, optimiser: torch.optim.Optimizer, text: torch.Tenso
 
 
 def train(models: Sequence[Llama], options: argparse.Namespace, random: torch.Generator) -> None:
-    """Train the two on the same texts, a step of each in turn; print losses and the median times of a step."""
+    """Train both models on the same texts, one step of each in turn; print losses and the median times of a step."""
     wait = shared.waiting_for(options.device)
     runs = [(model, torch.optim.AdamW(model.parameters(), lr=options.rate)) for model in models]
     times: list[list[float]] = [[] for _ in models]
@@ -134,7 +135,7 @@ def train(models: Sequence[Llama], options: argparse.Namespace, random: torch.Ge
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare gradients, then train both; the exit code."""
+    """Compare gradients, then train both models. Returns the exit code."""
     parser = shared.parser_of(
         __doc__,
         tuple(DTYPES),

@@ -3,13 +3,14 @@
     python examples/ppo_resets.py                                  # learns in a minute or two on a CPU
     python examples/ppo_resets.py --hidden 512 --dtype bfloat16    # times of a larger learner, on a GPU
 
-The environment is made here. In the first room of a corridor hangs a sign, 0 or 1; the rooms behind it are bare; in the
-last one the agent has to name the sign: reward 1 or -1. Corridors are of different lengths, so that of a batch of agents
-some begin a new one at each step. What people write for that is a loop over the steps which multiplies the state by 0
-(CleanRL's LSTM agent, https://github.com/vwxyzjn/cleanrl); tuned.nn.GRU takes the marks of a whole rollout in one call.
+The script simulates the environment. A sign, 0 or 1, hangs in the first room of a corridor; the other rooms are bare.
+In the last room the agent has to name the sign: reward 1 or -1. Corridors have different lengths, so that some agents
+of a batch begin a new corridor at each step. The usual code for this is a loop over the steps which multiplies the
+state by 0 (CleanRL's LSTM agent, https://github.com/vwxyzjn/cleanrl); tuned.nn.GRU takes the marks of a whole rollout
+in one call.
 
 PPO is that of https://arxiv.org/abs/1707.06347 with generalized advantages, https://arxiv.org/abs/1506.02438. Writes the curve
-of rewards to --picture where matplotlib is installed. Exit code 1: the loop and the one call have different gradients.
+of rewards to --picture if matplotlib is installed. Exit code 1: the loop and the one call have different gradients.
 """
 
 # ruff: noqa: INP001, T201 - a script, which prints
@@ -31,11 +32,11 @@ from torch import nn
 import tuned
 import tuned.nn
 
-SIGNS, SEEN = 2, 4  # SEEN: each sign, whether this is the last room, and a 1
-DISCOUNT, TRACE = 0.97, 0.95  # of a step, and of an advantage
-CLIP, ENTROPY, VALUE = 0.2, 0.01, 0.5  # of PPO
+SIGNS, SEEN = 2, 4  # SEEN features: one per sign, whether this is the last room, and a 1
+DISCOUNT, TRACE = 0.97, 0.95  # gamma of a step's reward, lambda of generalized advantages
+CLIP, ENTROPY, VALUE = 0.2, 0.01, 0.5  # PPO's clipping range, and the weights of entropy and value loss
 EPOCHS = 4  # over each rollout
-CLOSE = 2e-2  # how far gradients may be apart, of the largest
+CLOSE = 2e-2  # allowed difference of gradients, relative to the largest gradient
 
 
 class Corridors:
@@ -61,7 +62,7 @@ class Corridors:
         return torch.cat((signs, last[:, None], torch.ones_like(last)[:, None]), 1).float()
 
     def step(self, named: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(reward, whether a new corridor has begun), both [B], after the agents named a sign, [B]; only the last room asks."""
+        """(reward, whether a new corridor has begun), both [B], for the named signs [B]; they count in the last room only."""
         last = self.room == self.rooms - 1
         reward = torch.where(last, torch.where(named == self.sign, 1.0, -1.0), 0.0)
         self.room += 1
@@ -70,7 +71,7 @@ class Corridors:
 
 
 class Policy(nn.Module):
-    """Logits [T, B, SIGNS] and values [T, B] of what was seen, [T, B, SEEN]."""
+    """From what agents see, [T, B, SEEN], to logits [T, B, SIGNS] and values [T, B]."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class Policy(nn.Module):
 
 
 class LoopPolicy(Policy):
-    """The same without resets: a step at a time, the state multiplied by 0 where a corridor begins."""
+    """The same policy without resets: one step at a time, with the state multiplied by 0 where a corridor begins."""
 
     def forward(
         self, seen: torch.Tensor, state: torch.Tensor, begun: torch.Tensor
@@ -102,14 +103,14 @@ class LoopPolicy(Policy):
 
 
 class Rollout(NamedTuple):
-    """T steps of B agents; what is not said otherwise is [T, B]."""
+    """T steps of B agents; tensors without another shape below are [T, B]."""
 
     seen: torch.Tensor  # [T, B, SEEN]
     begun: torch.Tensor
     named: torch.Tensor
-    chance: torch.Tensor  # log probability of what was named
+    chance: torch.Tensor  # log probability of the sign that was named
     advantage: torch.Tensor
-    wanted: torch.Tensor  # of the values
+    wanted: torch.Tensor  # targets of the values
     state: torch.Tensor  # [1, B, H] before the first step
 
 
@@ -117,7 +118,7 @@ class Rollout(NamedTuple):
 def played(
     policy: Policy, corridors: Corridors, state: torch.Tensor, begun: torch.Tensor, steps: int
 ) -> tuple[Rollout, torch.Tensor, torch.Tensor, float]:
-    """A rollout; the state and the marks after it; and the mean reward of the corridors that ended in it."""
+    """(rollout, state after it, marks after it, mean reward of the corridors that ended in it)."""
     first, device = state, state.device
     rows: list[tuple[torch.Tensor, ...]] = []
     for _ in range(steps):
@@ -153,12 +154,12 @@ def loss_of(policy: Policy, rollout: Rollout) -> torch.Tensor:
 
 
 def gradients(policy: Policy, rollout: Rollout) -> list[torch.Tensor]:
-    """Of all weights: a step of the learner, without the optimiser."""
+    """The gradients of all weights: a step of the learner, without the optimiser."""
     return list(torch.autograd.grad(loss_of(policy, rollout), list(policy.parameters())))
 
 
 def compare(options: argparse.Namespace, random: torch.Generator) -> bool:
-    """Print what a step of the learner takes with the marks in one call and in a loop; whether both have the same gradients."""
+    """Print the time of a learner's step with the marks in one call and in a loop. Returns whether gradients agree."""
     dtype = DTYPES[options.dtype]
     policy = Policy(options.hidden).to(options.device, dtype)
     loop = copy.deepcopy(policy)
@@ -184,7 +185,7 @@ def compare(options: argparse.Namespace, random: torch.Generator) -> bool:
 
 
 def draw(rewards: Sequence[float], path: Path) -> None:
-    """The curve of rewards as a picture."""
+    """Draw the curve of rewards to a picture."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - optional
     except ImportError:
@@ -201,7 +202,7 @@ def draw(rewards: Sequence[float], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Learn, draw, compare; the exit code."""
+    """Learn, draw, compare. Returns the exit code."""
     parser = parser_of(
         __doc__,
         tuple(DTYPES),

@@ -3,9 +3,10 @@
     python examples/seq2seq.py                                 # learns to reverse digits in a minute or two on a CPU
     python examples/seq2seq.py --hidden 512 --dtype bfloat16   # on a GPU
 
-The task is made here: a source is a random string of symbols, the target is the same string backwards, then an end
-mark. The model is Bahdanau's (https://arxiv.org/abs/1409.0473): a bidirectional GRU reads; a GRUCell writes, over the
-embedding of the last symbol and what attention found in the source; the output layer sees state, context and embedding.
+The script generates the task: a source is a random string of symbols, the target is the same string backwards, then an
+end mark. The model is Bahdanau's (https://arxiv.org/abs/1409.0473): a bidirectional GRU reads the source; a GRUCell
+writes, from the embedding of the last symbol and attention's context of the source; the output layer takes state,
+context and embedding.
 
 Exit code 1: the two models wrote different symbols.
 """
@@ -58,7 +59,7 @@ class Seq2Seq(nn.Module):
         return torch.bmm(weights.transpose(1, 2), memory).squeeze(1)
 
     def forward(self, source: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [B, S + 1, symbols + 1] for a source [B, S], each step given the true symbol before, or its own."""
+        """Logits [B, S + 1, symbols + 1] for a source [B, S]. A step gets target's previous symbol, or else its own."""
         memory, last = self.encoder(self.embedding(source))  # [B, S, 2 H], [2, B, H]
         keys, state = self.key(memory), torch.tanh(self.first_state(torch.cat((last[0], last[1]), -1)))
         symbol, logits = torch.full_like(source[:, 0], self.end), []
@@ -71,7 +72,7 @@ class Seq2Seq(nn.Module):
 
 
 class TunedSeq2Seq(Seq2Seq):
-    """The same with nothing concatenated in a decoding step; its GRUs are replaced in ``main``."""
+    """The same model, which concatenates nothing in a decoding step; ``main`` replaces its GRUs."""
 
     def advance(self, embedded: torch.Tensor, context: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """As Seq2Seq's: the cell takes its input in segments."""
@@ -103,7 +104,7 @@ def train_step(model: Seq2Seq, optimiser: torch.optim.Optimizer, batch: tuple[to
 
 
 def report(when: str, model: Seq2Seq, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Print the loss, and how many sources come out all right when the model reads its own symbols."""
+    """Print the loss, and the fraction of sources reversed without an error when the model reads its own symbols."""
     with torch.no_grad():
         right = (model(batch[0]).argmax(-1) == batch[1]).all(1).float().mean()
         print(f"{when}: loss {loss_of(model, *batch):.4f}, all symbols right {right:.1%}", flush=True)
@@ -116,7 +117,7 @@ def compare_times(name: str, calls: Sequence[Callable[[], object]]) -> None:
 
 
 def same_words(before: Seq2Seq, after: Seq2Seq, source: torch.Tensor) -> bool:
-    """Print how the two models' greedy decodings of the source differ; whether they wrote the same symbols."""
+    """Print how the two models' greedy decodings of the source differ. Returns whether they wrote the same symbols."""
     logits = before(source), after(source)
     words = [each.argmax(-1) for each in logits]
     same = torch.equal(*words)
@@ -128,7 +129,7 @@ def same_words(before: Seq2Seq, after: Seq2Seq, source: torch.Tensor) -> bool:
 
 
 def compare(before: Seq2Seq, after: TunedSeq2Seq, options: argparse.Namespace, source: torch.Tensor) -> bool:
-    """Print outputs, kernels and times of decoding before and after the swap; whether they wrote the same symbols."""
+    """Print outputs, kernels and times of decoding before and after the swap. Returns whether the symbols agree."""
     same = same_words(before, after, source)
     embedded = after.embedding(source)
     memory, last = before.encoder(embedded)
@@ -154,7 +155,7 @@ def compare(before: Seq2Seq, after: TunedSeq2Seq, options: argparse.Namespace, s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, swap the kernels in, compare; the exit code."""
+    """Train, swap the kernels in, compare. Returns the exit code."""
     parser = parser_of(
         __doc__,
         tuple(DTYPES),

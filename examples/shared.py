@@ -1,4 +1,4 @@
-"""What the examples share: their options, and the layers of a Llama with the usual formula of RoPE."""
+"""Code that the examples share: command-line options, and the layers of a Llama with the usual formula of RoPE."""
 
 # ruff: noqa: INP001 - lies beside the scripts that import it
 
@@ -14,19 +14,19 @@ from torch import nn
 from torch.utils import benchmark
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-THETA = 10_000.0  # of the first Llama
-SECONDS = 0.2  # for which a call is timed, at least
+THETA = 10_000.0  # base of RoPE's frequencies in the first Llama
+SECONDS = 0.2  # a call is timed for at least so long
 
 
 def device_named(name: str) -> str:
-    """The name; for "auto" that of the device at hand."""
+    """The name of a device; "auto" becomes "cuda" if torch sees a GPU, else "cpu"."""
     if name == "cuda" and not torch.cuda.is_available():
         raise argparse.ArgumentTypeError("torch sees no GPU here: pass cpu, or auto")
     return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def at_least(least: float, kind: type) -> Callable[[str], float]:
-    """What argparse makes a number by that is not less."""
+    """A converter for argparse, which refuses numbers below ``least``."""
 
     def number(text: str) -> float:
         value: float = kind(text)
@@ -34,14 +34,18 @@ def at_least(least: float, kind: type) -> Callable[[str], float]:
             raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
         return value
 
-    number.__name__ = kind.__name__  # as argparse calls it where a text is no number
+    number.__name__ = kind.__name__  # argparse prints this name if a text is no number
     return number
 
 
 def parser_of(
     about: str | None, dtypes: Sequence[str], dtype_help: str | None = None, **numbers: tuple[Any, ...]
 ) -> argparse.ArgumentParser:
-    """The command line of an example; ``numbers`` has each option's default, of its type, its help, and the least, where not 1 (or 0.0)."""
+    """The command line of an example.
+
+    ``numbers``: option -> (default, help) or (default, help, least). The default has the option's type; without a
+    least, it is 1 for an int and 0.0 for a float.
+    """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", type=device_named)
     for name, (default, text, *least) in numbers.items():
@@ -54,18 +58,18 @@ def parser_of(
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    """The median of a call; the timer waits for a GPU, and calls once before it begins, which compiles."""
+    """The median time of a call. The timer waits for the GPU, and makes one call before it begins, which compiles."""
     timer = benchmark.Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=SECONDS).median * 1e3
 
 
 def waiting_for(device: str) -> Callable[[], object]:
-    """What waits until the device has done all; of a CPU there is nothing to wait for."""
+    """A function that waits until the device has done all work; on a CPU there is nothing to wait for."""
     return torch.cuda.synchronize if device == "cuda" else int  # int() does nothing
 
 
 def check_heads(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End with an error where the sizes of a Llama do not divide each other."""
+    """End with an error if the sizes of a Llama do not divide each other."""
     if options.hidden % (2 * options.heads) or options.heads % options.kv_heads:
         parser.error("--hidden must be an even multiple of --heads, and --heads a multiple of --kv-heads")
 
@@ -79,12 +83,12 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
 def apply_rotary_pos_emb(
     q: torch.Tensor, k: torch.Tensor, *, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The usual formula for q [B, S, heads, D] and k [B, S, kv_heads, D]; cos and sin, both halves alike, [D] or [S, 1, D]."""
+    """The usual formula for q [B, S, heads, D], k [B, S, kv_heads, D]; cos and sin are [D] or [S, 1, D], of equal halves."""
     return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 
 
 class Layers(nn.Module):
-    """What a block is made of: attention and a feed-forward layer. B texts, S positions, E hidden, D features a head."""
+    """The layers of a block: attention and a feed-forward layer. B texts, S positions, E hidden, D features a head."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
@@ -104,7 +108,7 @@ class Layers(nn.Module):
         return packed.split((self.heads, self.kv_heads, self.kv_heads), 2)
 
     def added(self, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        """[B, S, E] that follows the same and what its heads saw, [B, S, heads * D]."""
+        """The block's output [B, S, E], from its input x [B, S, E] and the result of its heads [B, S, heads * D]."""
         x = x + self.attended(heads)
         gate, up = self.gate_and_up(self.feed_forward_norm(x)).chunk(2, -1)
         return x + self.down(nn.functional.silu(gate) * up)

@@ -7,7 +7,7 @@ In a model::
     print(tuned.explain(rope, x, freqs))
     tuned.warm(model, *example_inputs)  # compiles ahead what the model will launch
 
-The pages in docs tell more.
+The pages in docs say more.
 """
 
 import importlib
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Explanation", "TunedWarning", "Warmed", "dispatch", "explain", "nn", "own", "warm"]
 
-# Where the names are that are imported when they are first used: torch takes seconds, and the command line asks for few of them.
+# Name -> its module, which is imported when the name is first used: torch takes seconds, and the command line needs few names.
 _NAMES = {
     "Explanation": "tuned.explanation",
     "TunedWarning": "tuned.lookup.misses",
@@ -35,7 +35,7 @@ _MODULES = frozenset({"compat", "dispatch", "nn", "own"})
 
 
 def _version() -> str:
-    """That of the package as it is installed; of files beside no installation none is known."""
+    """The version of the installed package; unknown if the files were not installed."""
     from importlib import metadata  # noqa: PLC0415 - takes milliseconds
 
     try:
@@ -45,7 +45,7 @@ def _version() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported when it is first used."""
+    """The version, a module or a name that is imported when it is first used."""
     if name == "__version__":
         return _version()
     if name in _MODULES:

@@ -4,28 +4,30 @@ Which kernel a call gets:
 
 1. The winner measured on this device for this spec and size, if it still counts: the source of its kernel is unchanged,
    the GPU is the same model with as many multiprocessors, and the timing method is today's (``tuned.lookup.record``).
-   Otherwise it is a neighbour, as in 2.
-2. The row nearest to the call: octaves between the numbers of tokens, plus the family's ``distance`` between the specs
-   (for RoPE in ``tuned.families.rope.variant``), with its tile rescaled to the width of the call's rows. A rotation that
-   is more than ``REACH`` octaves from every row gets 3. The rule was chosen by leave-one-out regret: ``python tune.py
-   regret``; its figures are in each table.
-   Rows of another GPU with the same multiprocessors, and as many, count too; of equally near rows this GPU's win.
-   (2b) If no row here says anything of such a call, not even that PyTorch is as fast, the table of the most similar GPU is
-   searched likewise, without what this GPU lacks.
-   (2c) The same from the portfolio of the architecture: ``tuned/tables/_portfolio.py``.
-   A GRU over sequences has a model of its time instead (``tuned.lookup.model``): the rows of its spec and batch serve every
-   length; for any other shape the model picks among all variants that fit the GPU, near a row for what is much better
-   only. PyTorch's own operator serves where its time, measured or modelled, is less. Outside of CUDA graphs it also
-   replaces variants that launch a kernel for each step.
+   A winner that does not count is a neighbour, as in 2.
+2. The row nearest to the call, with its tile rescaled to the width of the call's rows. The distance is the octaves
+   between the numbers of tokens, plus the family's ``distance`` between the specs (for RoPE in
+   ``tuned.families.rope.variant``). A rotation that is more than ``REACH`` octaves from every row goes on to 3. The
+   rule was chosen by leave-one-out regret (``python tune.py regret``); its figures are in each table.
+   Rows of another GPU count too, if it has as many multiprocessors of the same kind; of equally near rows, those of
+   this GPU win.
+   (2b) If no row of this GPU covers such a call, not even to say that PyTorch is as fast, the table of the most similar
+   GPU is searched in the same way; features that this GPU lacks are taken out of its variants.
+   (2c) The same with the portfolio of the architecture: ``tuned/tables/_portfolio.py``.
+   A GRU over sequences uses a model of its time instead (``tuned.lookup.model``). The rows of its spec and batch serve
+   every length. For any other shape the model picks among all variants that fit the GPU; near a row, it replaces the
+   row's variant only by one that is much better. PyTorch's operator serves where its time, measured or modelled, is
+   less. Outside of CUDA graphs it also replaces variants that launch a kernel for each step.
 3. The default variant of the spec and size: for RoPE the best tile by a rule of thumb, within 3 percent of the best of all
    in the median.
-4. Eager PyTorch: tensors on a CPU, dtypes that no kernel takes, no Triton; a single step or a linear that needs a gradient, and
-   a GRU over sequences whose gradient takes less by PyTorch; angles that need a gradient beside a norm, of MLA's key and
-   value, or of ``rope_backward``.
+4. Eager PyTorch, for: tensors on a CPU; dtypes that no kernel takes; no Triton; a single step or a linear that needs a
+   gradient; a GRU over sequences whose gradient takes less time in PyTorch; angles that need a gradient in a call with
+   a norm, in one of MLA's key and value, or in ``rope_backward``.
 
-torch.compile traces each call as an operator of torch.library (``tuned.calls.rope.ops``, ``tuned.calls.recurrent.ops``), and the
-order above holds inside of it. Other tracers and dispatch modes (make_fx, FakeTensorMode, FlopCounterMode) see the operators
-of RoPE everywhere. They see those of the GRU families on a GPU, and PyTorch's own operators on a CPU.
+torch.compile traces each call as an operator of torch.library (``tuned.calls.rope.ops``,
+``tuned.calls.recurrent.ops``), and the order above holds inside of that operator. Other tracers and dispatch modes
+(make_fx, FakeTensorMode, FlopCounterMode) see the operators of RoPE everywhere. For the GRU families they see our
+operators on a GPU, and PyTorch's operators on a CPU.
 
 ``tuned.explain`` tells which of these a call gets, and why. On a model of GPU without measurements, the first call warns
 (``tuned.TunedWarning``).
@@ -106,8 +108,8 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
         x: ``[b, s, h, d]`` (bshd), ``[s, b, h, d]`` (sbhd) or ``[t, h, d]`` (thd), any strides, float32, float16 or
             bfloat16 on a GPU; anything floating point on a CPU.
         freqs: angles in radians, float32, ``[rows, entries]`` or ``[rows, 1, 1, entries]``, one row per position.
-        cos: cosines of the angles, any float dtype, shaped like freqs, or ``[b, rows, entries]``; and
-        sin: sines of the angles.
+        cos: cosines of the angles, any float dtype, shaped like freqs, or ``[b, rows, entries]``; together with sin.
+        sin: sines of the angles, like cos.
         tensor_format: the axes of x: "bshd", "sbhd", "thd" or "bhsd" (``[b, h, s, d]``, as Hugging Face's models hold it).
         interleaved: pairs are features (2 j, 2 j + 1), GPT-J; otherwise (j, j + rotary_dim / 2), NeoX, rotate_half.
         inplace: overwrite x and return it; features that do not rotate are not touched.
@@ -121,32 +123,36 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
         cos_sin_cache: ``[rows, rotary_dim]``: the cosines of a position's pairs, then their sines (vLLM, FlashInfer).
         inv_freq: radians per position, float32, ``[pairs]``: the angle is position * inv_freq, rounded once to float32;
             no table is read.
-        freqs_cis: complex, ``[rows, pairs]`` or ``[b, rows, pairs]``: cos + i sin of a position's pairs (Llama's own code,
-            torchtitan); read as it lies.
+        freqs_cis: complex, ``[rows, pairs]`` or ``[b, rows, pairs]``: cos + i sin of a position's pairs (Llama's
+            original code, torchtitan); read in place, without a copy.
         attention_scaling: cosines and sines are multiplied by it (YaRN); with freqs and inv_freq.
         positions: int32 or int64, ``[b, s]`` (bshd and bhsd), ``[s, b]`` (sbhd) or ``[t]`` (thd), or ``[s]``, shared by the batch;
-            on the device of x. With sections an axis before those, of one row a section.
+            on the device of x. With sections there is one more axis in front, with one row per section.
         offset: added to the index in the sequence: an int; or an int32 or int64 tensor on the device of x, either of no
-            dimension or one entry per sequence, ``[b]`` or, if packed, ``[sequences]``.
-        cp_size: ranks of context parallelism. x has this rank's tokens of each sequence: chunk cp_rank and chunk
-            2 * cp_size - 1 - cp_rank of 2 * cp_size. The angles and cu_seqlens are those of whole sequences, whose
+            dimension or with one entry per sequence, ``[b]`` or, if packed, ``[sequences]``.
+        cp_size: ranks of context parallelism. x has this rank's tokens of each sequence: chunks cp_rank and
+            2 * cp_size - 1 - cp_rank of 2 * cp_size chunks. The angles and cu_seqlens describe whole sequences, whose
             lengths must be divisible by 2 * cp_size.
         cp_rank: the rank of this process.
-        rotated: which features: the "first" rotary_dim; the "last" rotary_dim (DeepSeek's MLA); or "proportional": pairs
-            (j, j + d / 2) over the whole head, of which the first rotary_dim / 2 rotate (Gemma 4).
+        rotated: which features rotate: the "first" rotary_dim; the "last" rotary_dim (DeepSeek's MLA); or
+            "proportional": pairs are (j, j + d / 2) over the whole head, and the first rotary_dim / 2 pairs rotate
+            (Gemma 4).
         conjugate: rotate by the negative angle.
-        sections: positions of more than one axis (video, images): how many of the pairs take their angle from each row of
-            positions, 2 to 4 numbers that add up to rotary_dim / 2. Pair j reads entry j of the row of the angles that its own
-            axis names: mRoPE (Qwen2-VL: time, height, width), or, with a table whose columns belong to axes, axial RoPE (FLUX,
-            Wan, vision towers).
-        interleaved_sections: three sections in turn, 0 1 2 0 1 2, as Qwen3-VL has them, and not in a row.
-        deinterleave: pairs are read as features (2 j, 2 j + 1) and written as (j, j + rotary_dim / 2), what Megatron does to
-            DeepSeek's queries; entries of angles are as of halves. Pairs of tokens outside every sequence are put apart too.
+        sections: for positions of more than one axis (video, images): how many pairs take their angle from each row of
+            positions, 2 to 4 numbers that add up to rotary_dim / 2. A pair's row of positions names a row of the
+            angles, of which pair j reads entry j. This is mRoPE (Qwen2-VL: time, height, width), or, with a table whose
+            columns belong to axes, axial RoPE (FLUX, Wan, vision towers).
+        interleaved_sections: the pairs of three sections take turns, 0 1 2 0 1 2, as in Qwen3-VL; otherwise each
+            section's pairs are in a row.
+        deinterleave: pairs are read as features (2 j, 2 j + 1) and written as (j, j + rotary_dim / 2), as Megatron does
+            with DeepSeek's queries. The entries of angles are arranged as for halves. Pairs of tokens outside every
+            sequence are reordered too.
 
     Returns:
-        A tensor like x, or x itself in place. A kernel gives gradients of x, of any order. If the angles need one, one kernel gives
-        both gradients, and sums that of the angles over heads in one order. For that the forward keeps x, in place a copy of it;
-        gradients of such gradients are PyTorch's own.
+        A tensor like x, or x itself in place. A kernel computes gradients of x, of any order. If the angles need a
+        gradient, one kernel computes both gradients, and sums that of the angles over heads in a fixed order. For that
+        the forward keeps x, or a copy of x if the call is in place; gradients of these gradients are computed by
+        PyTorch's operators.
 
     Raises:
         TypeError, ValueError: an argument is not allowed; nothing has been written. Positions past a table, or below 0,
@@ -269,7 +275,9 @@ def rope_qkv(  # noqa: PLR0913 - the arguments of rope
     interleaved_sections: bool = False,
     kv_heads: int | None = None,
 ) -> torch.Tensor:
-    """``rope`` of the query and the key in a packed qkv, with the arguments of ``rope`` but deinterleave; v is copied, or left as it is in place.
+    """``rope`` of the query and the key in a packed qkv, with the arguments of ``rope`` but deinterleave.
+
+    v is copied; in place, it is left as it is.
 
     With kv_heads, which is at least 1, qkv has the axes of tensor_format and heads + 2 * kv_heads heads: queries, keys,
     values. Without it (None) qkv has an axis of 3 before the heads: ``[b, s, 3, h, d]``.
@@ -340,13 +348,13 @@ def rope_backward(  # noqa: PLR0913 - the arguments of rope
 ) -> torch.Tensor:
     """The transpose of ``rope`` as a linear map of x, with the same arguments: from grad_output to the gradient of x.
 
-    Always out of place. If the two entries of each pair are equal, it is the rotation by the negative angle.
+    Always out of place. If the two angle entries of each pair are equal, it is the rotation by the negative angle.
 
-    grad_output is the gradient of what ``rope`` returned, in its shape: any strides, float32, float16 or bfloat16 on a GPU, anything
-    floating point on a CPU. The other arguments are those of ``rope``, but inplace.
+    grad_output is the gradient of the result of ``rope``, and has its shape: any strides, float32, float16 or bfloat16
+    on a GPU, anything floating point on a CPU. The other arguments are those of ``rope`` except inplace.
 
     Returns:
-        The gradient of x, a new tensor like grad_output. It is differentiable as what ``rope`` returns is.
+        The gradient of x, a new tensor like grad_output. It is differentiable, as the result of ``rope`` is.
 
     Raises:
         TypeError, ValueError: an argument is not allowed.
@@ -415,23 +423,23 @@ def qk_norm_rope(  # noqa: PLR0913 - the arguments of rope_qk, and of two norms
     sections: Sequence[int] | None = None,
     interleaved_sections: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """RMSNorm of queries and keys, then ``rope_qk`` of both, in one launch: what Qwen 3, Gemma 3 and OLMo 2 do to them.
+    """RMSNorm of queries and keys, then ``rope_qk`` of both, in one launch, as in Qwen 3, Gemma 3 and OLMo 2.
 
-    With the arguments of ``rope_qk`` but deinterleave; all features are normalised, those that do not rotate too. k and k_weight are None if a
-    layer has no key. The others:
+    It takes the arguments of ``rope_qk`` except deinterleave. All features are normalised, also those that do not
+    rotate. k and k_weight are None if a layer has no key. The other arguments:
 
-    * q_weight, k_weight: of the norms, any float dtype: ``[d]`` with norm "head", ``[h * d]`` with norm "all".
+    * q_weight, k_weight: weights of the norms, any float dtype: ``[d]`` with norm "head", ``[h * d]`` with norm "all".
     * eps: added to the mean of the squares.
     * norm: what is normalised together: the features of each "head" (Qwen 3, Gemma 3), or "all" heads of a tensor (OLMo 2).
     * zero_centered: multiply by 1 + weight (Gemma), not by weight.
-    * rounding: "once": float32 up to the store, which is the most precise. Or as a model's own code, so that its logits can be
-      compared: "product" rounds what the norm gives to the dtype of q (Gemma 3, OLMo 2), "each" also before the multiplication
-      by the weight (Qwen 3). Gradients take the roundings as exact.
+    * rounding: "once" keeps float32 up to the store, which is the most precise. The others round where a model's code
+      does, so that logits can be compared: "product" rounds the result of the norm to the dtype of q (Gemma 3, OLMo 2),
+      "each" also rounds before the multiplication by the weight (Qwen 3). Gradients treat the roundings as exact.
 
     Returns:
-        (q, k); in place, the given tensors. Differentiable in q, k and both weights, by a kernel and one that adds up the
-        weights' gradients in a fixed order: the same bits in each run. Under a gradient an in-place call copies its input,
-        which the gradient needs.
+        (q, k); in place, the given tensors. Differentiable in q, k and both weights: one kernel computes the gradients,
+        another adds up those of the weights in a fixed order, with the same bits in each run. If a gradient is needed,
+        an in-place call copies its input for it.
 
     Raises:
         TypeError, ValueError, RuntimeError: as ``rope``; nothing has been written.
@@ -475,10 +483,10 @@ def qkv_norm_rope_(  # noqa: PLR0913 - the arguments of qk_norm_rope
     tensor_format: str = "bshd",
     **others: Any,
 ) -> torch.Tensor:
-    """``qk_norm_rope`` of the query and the key of a packed qkv, in place, with its arguments; its values stay as they are.
+    """``qk_norm_rope`` of the query and the key of a packed qkv, in place, with the same arguments; v stays as it is.
 
-    qkv is ``[..., heads + 2 * kv_heads, d]``, the query's heads, then the key's, then the value's; or, without kv_heads,
-    ``[..., 3, h, d]``. The axes before are those of ``tensor_format``.
+    qkv is ``[..., heads + 2 * kv_heads, d]``: the query's heads, then the key's, then the value's. Without kv_heads it
+    is ``[..., 3, h, d]``. The axes in front are those of ``tensor_format``.
 
     Returns:
         qkv itself.
@@ -524,21 +532,22 @@ def mla_kv_rope(  # noqa: PLR0913 - the arguments of rope
     sections: Sequence[int] | None = None,
     interleaved_sections: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The key and the value of multi-head latent attention (DeepSeek), in one launch; so is their gradient.
+    """The key and the value of multi-head latent attention (DeepSeek), in one launch; their gradient is one launch too.
 
-    Each head's key is its first ``k_dim`` features of kv, then k_pe, rotated, which all heads share. Its value is the rest of kv.
-    The query's part is ``rope(q, rotated="last", inplace=True)``. Angles and positions as in ``rope``. The others:
+    A head's key is its first ``k_dim`` features of kv, then the rotated k_pe, which all heads share. A head's value is
+    the rest of its features of kv. For the query call ``rope(q, rotated="last", inplace=True)``. Angles and positions
+    are as in ``rope``. The other arguments:
 
     * kv: ``[b, s, h, k_dim + v_dim]`` (bshd), ``[s, b, h, k_dim + v_dim]`` (sbhd) or ``[t, h, k_dim + v_dim]`` (thd), any strides.
     * k_pe: ``[b, s, 1, e]``, ``[s, b, 1, e]`` or ``[t, 1, e]``, dtype and device of kv, any strides, such as a slice of a wider
       tensor. All e features rotate.
-    * k_dim: features of each head of kv that are the key's, at least 1; v_dim is at least 1 too.
-    * deinterleave: as in ``rope``: k_pe has pairs (2 j, 2 j + 1), the key has halves, as Megatron makes it.
+    * k_dim: features of each head of kv that belong to the key, at least 1; v_dim is at least 1 too.
+    * deinterleave: as in ``rope``: pairs are (2 j, 2 j + 1) in k_pe and (j, j + e / 2) in the key, as in Megatron.
 
     Returns:
-        key ``[..., h, k_dim + e]`` and value ``[..., h, v_dim]``, contiguous, of no memory of kv. Differentiable in kv and k_pe by
-        a kernel, any number of times, and in the angles through eager PyTorch. The gradient of k_pe is summed over heads in
-        float32, in one order, and rounded once: the same bits in each run.
+        key ``[..., h, k_dim + e]`` and value ``[..., h, v_dim]``, contiguous; neither shares memory with kv. A kernel
+        differentiates in kv and k_pe, any number of times; eager PyTorch differentiates in the angles. The gradient of
+        k_pe is summed over heads in float32, in a fixed order, and rounded once: the same bits in each run.
 
     Raises:
         TypeError, ValueError: as ``rope``; nothing has been written.
@@ -614,21 +623,23 @@ def rope_append_(  # noqa: PLR0913 - the arguments of rope_qk, and of a cache
 ) -> torch.Tensor:
     """Rotate a query in place, and write the rotated key and the value to the pages of a cache, in one launch.
 
-    Angles and positions are those of ``rope_qk`` for packed tokens (tensor_format "thd"): give positions, one a token, or
-    cu_seqlens. The key is rounded once, to the dtype of the cache. There is no gradient. The others:
+    Angles and positions are those of ``rope_qk`` for packed tokens (tensor_format "thd"): give positions, one per
+    token, or cu_seqlens. The key is rounded once, to the dtype of the cache. There is no gradient. The other arguments:
 
     * q: ``[t, h, d]``, float32, float16 or bfloat16 on a GPU, any strides: overwritten. k and v: ``[t, kv_heads, d]``, of the
-      dtype of q; views of one qkv are read where they lie.
-    * key_cache, value_cache: ``[pages, page_size, kv_heads, d]`` with cache_layout "NHD" (vLLM's flash layout, FlashInfer),
-      ``[pages, kv_heads, page_size, d]`` with "HND"; any strides, so both may be views of one tensor. The dtype of k, or
-      torch.float8_e4m3fn: what is larger than its largest number, 448, becomes that. A kernel writes float8 from compute
-      capability 8.9 on; below, PyTorch's own operators do. They may share no memory with q, k and v, which is not checked.
+      dtype of q; they may be views of one qkv, which are read without a copy.
+    * key_cache, value_cache: ``[pages, page_size, kv_heads, d]`` with cache_layout "NHD" (vLLM's flash layout,
+      FlashInfer), ``[pages, kv_heads, page_size, d]`` with "HND"; any strides, so both may be views of one tensor. The
+      dtype of k, or torch.float8_e4m3fn, whose largest number is 448: larger values are clamped to it. A kernel writes
+      float8 from compute capability 8.9 on; below, PyTorch's operators do. The caches must not share memory with q, k
+      or v; this is not checked.
     * slot_mapping: int32 or int64, at most ``[t]``: where in the caches each of the first tokens goes, page * page_size + slot.
       A token that has a negative slot, or none, or one past the last page, is written to no cache; its query is rotated. No
-      two tokens may have the same.
-    * key_scale, value_scale: float32, one number or one a kv head, on the device of q: float8 caches hold key / key_scale.
-    * key_inplace: overwrite k too, by the rotated key: for attention that reads it beside the cache.
-    * q_weight, k_weight, eps, zero_centered, rounding: RMSNorm of each head of q and k before, as ``qk_norm_rope``.
+      two tokens may have the same slot.
+    * key_scale, value_scale: float32, one number or one per kv head, on the device of q: float8 caches hold
+      key / key_scale.
+    * key_inplace: overwrite k too, with the rotated key, for attention that reads k beside the cache.
+    * q_weight, k_weight, eps, zero_centered, rounding: RMSNorm of each head of q and k first, as in ``qk_norm_rope``.
 
     Tokens outside every sequence of cu_seqlens are left as they are, and written to no cache. Values on a GPU are not read by
     the host: a CUDA graph can be replayed with new slots.
@@ -675,9 +686,10 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
         h: hidden state, ``[batch, hidden]``.
         weight_ih: ``[3 * hidden, input_size]``, gates in the order r, z, n.
         weight_hh: ``[3 * hidden, hidden]``.
-        bias_ih: ``[3 * hidden]``, or None together with
-        bias_hh: ``[3 * hidden]``.
-        inplace: overwrite h and return it, by two GEMMs and a kernel: both products have read h before the gates start.
+        bias_ih: ``[3 * hidden]``, or None together with bias_hh.
+        bias_hh: ``[3 * hidden]``, or None together with bias_ih.
+        inplace: overwrite h and return it, by two GEMMs and a kernel for the gates, which starts after both GEMMs have
+            read h.
         resets: bool ``[batch]``, on the device of h: the rows whose state is taken as 0.
 
     Returns:
@@ -714,13 +726,13 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
 
 
 def _checked_overwrite(x: Any, h: Any, *weights: Any) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
-    """As ``checked_cell``, of a step that overwrites h.
+    """``checked_cell`` for a step that overwrites h.
 
     Raises:
         RuntimeError: h cannot be overwritten without losing a gradient.
     """
     segments, given = checked_cell(x, h, *weights, True)  # noqa: FBT003
-    # Dynamo cannot ask for views: what requires a gradient is refused below.
+    # Dynamo cannot tell whether h is a view; the check below refuses every tensor that requires a gradient.
     if not torch.compiler.is_dynamo_compiling():
         refuse_overwrite(h)
     if torch.is_grad_enabled() and any(t.requires_grad for t in serve.present(*segments, *given)):
@@ -753,7 +765,8 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
     Args:
         input: ``[T, B, I]``, or ``[B, T, I]`` batch_first, any strides; or packed, ``[rows, I]``, with one of
             batch_sizes and cu_seqlens.
-        hx: the first hidden states, ``[L * D, B, H]``; with batch_sizes in the order that the sequences are packed in.
+        hx: the first hidden states, ``[L * D, B, H]``; with batch_sizes, in the order in which the sequences are
+            packed.
         weights: for each layer, for each direction: w_ih ``[3 * H, I]`` (``[3 * H, D * H]`` above the first layer), w_hh
             ``[3 * H, H]`` and, with bias, b_ih and b_hh ``[3 * H]``; the order of torch.nn.GRU's parameters.
         bias: whether weights has biases.
@@ -766,21 +779,22 @@ def gru(  # noqa: PLR0913 - the arguments of torch.gru
         cu_seqlens: where the sequences start in rows, int32 ``[B + 1]`` on the device of input, from 0 to the number of
             rows. Sequences may be empty and in any order. Values on a GPU are not checked.
         max_seqlen: at least the longest length; with cu_seqlens.
-        recompute: with a gradient, multiply the input by its weights once more in the backward, and keep 3 * D * H values
-            fewer until then for each layer and each step of each sequence.
+        recompute: for training: the backward multiplies the input by its weights a second time, so that the forward
+            keeps 3 * D * H values fewer for each layer and each step of each sequence.
         resets: bool, ``[T, B]``, ``[B, T]`` batch_first or ``[rows]`` packed, on the device of input, any strides: the
             state of every layer is 0 before the steps that are marked, as if a new sequence began there; the direction
             that goes backwards is cut between the same two steps. A mark at a sequence's first step drops its hx.
 
     Returns:
         output, ``[T, B, D * H]``, ``[B, T, D * H]`` or ``[rows, D * H]``, and h_n ``[L * D, B, H]``, in the dtype of
-        input; under autocast as PyTorch's. Their gradients are computed by kernels too, the same bits in each run, where
-        a row of this GPU says that these are faster than PyTorch's own; gradients of gradients are PyTorch's.
+        input; under autocast, in the dtypes that PyTorch returns. Kernels compute the gradients too, with the same bits
+        in each run, where a row of this GPU says that they are faster than PyTorch; gradients of gradients are
+        PyTorch's.
 
     Raises:
         TypeError, ValueError: an argument is not allowed.
     """
-    # As module.parameters(), which the first to look at them would use up.
+    # An iterator, such as module.parameters(), could be read only once.
     if type(weights) not in (list, tuple) and isinstance(weights, Iterator):
         weights = tuple(weights)
     if (
@@ -831,8 +845,8 @@ def linear_cat(
         bias: ``[n]`` or None.
 
     Returns:
-        ``[..., n]``. If no kernel serves the call, eager PyTorch concatenates the segments; so it does if a gradient is
-        needed, except while a CUDA graph is captured.
+        ``[..., n]``. If no kernel serves the call, eager PyTorch concatenates the segments. It also does so if a
+        gradient is needed, except while a CUDA graph is captured.
 
     Raises:
         TypeError, ValueError: an argument is not allowed.
@@ -849,7 +863,7 @@ def linear_cat(
     return serve.linear_cat(inputs, weight, bias)
 
 
-# Of each name the function that is defined here, whatever a profiler puts in its place later.
+# Name -> the function defined here, even if a profiler replaces the module's attribute later.
 DEFINED = {
     f.__name__: f
     for f in (
@@ -869,7 +883,7 @@ DEFINED = {
 
 
 def explain_rope(function: Any, *args: Any, **kwargs: Any) -> tuple[Choice, Any]:
-    """The choice for a call of a function here that rotates, and its spec; nothing runs."""
+    """The choice for a call of one of the rotating functions above, and its spec; nothing runs."""
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     named = dict(bound.arguments)

@@ -36,9 +36,9 @@ class Explanation:
     kernels: tuple[str, ...]  # modules of tuned.kernels, in order; none for eager
     variant: Any
     median_us: float | None  # of the chosen row, as measured; not of this call
-    gpu: str | None = None  # the GPU that was asked about; None: that of the tensors
+    gpu: str | None = None  # the GPU that was asked about; None: the GPU of the tensors
     hint: str | None = (
-        None  # how to see a kernel chosen, where this machine has no GPU; or that the kernel may not serve
+        None  # on a machine without a GPU, how to see a kernel chosen; or that a chosen kernel did not compile
     )
 
     def __str__(self) -> str:
@@ -57,8 +57,8 @@ class Explanation:
 def explain(function: Any, *args: Any, gpu: str | None = None, **kwargs: Any) -> Explanation:
     """Which kernel ``function(*args, **kwargs)`` gets, without running it.
 
-    With ``gpu`` it is what the call would get on a machine with that GPU, by the tables and models that are here. The
-    tensors may then be on a CPU or on "meta", and no GPU is needed::
+    With ``gpu``, it tells which kernel the call would get on a machine with that GPU, by the tables and models at
+    hand. The tensors may then be on a CPU or on "meta", and no GPU is needed::
 
         print(tuned.explain(rope, x, freqs, gpu="nvidia_h200"))
 
@@ -67,13 +67,13 @@ def explain(function: Any, *args: Any, gpu: str | None = None, **kwargs: Any) ->
             gru_cell, gru or linear_cat of tuned.dispatch; TransformerEngine's apply_rotary_pos_emb of tuned.compat; a family of
             your own (tuned.own); or a GRU or GRUCell module, of tuned.nn or of torch.nn.
         args: its arguments.
-        gpu: the name of a GPU that has a table, as the files in tuned/tables and the records in TUNED_TABLES are named; None
-            is the GPU of the tensors.
+        gpu: the name of a GPU that has a table; the files in tuned/tables and the records in TUNED_TABLES have these
+            names. None is the GPU of the tensors.
         kwargs: its keyword arguments.
 
     Raises:
-        TypeError: ``function`` is none of these, or the call itself would raise it.
-        ValueError: no table is of this GPU, or the call itself would raise it.
+        TypeError: ``function`` is none of these, or the call itself would raise a TypeError.
+        ValueError: no table is of this GPU, or the call itself would raise a ValueError.
     """
     if gpu is None:
         found = _explained(function, *args, **kwargs)
@@ -87,7 +87,7 @@ def explain(function: Any, *args: Any, gpu: str | None = None, **kwargs: Any) ->
 
 
 def _of_the_compiler(kernels: tuple[str, ...]) -> str | None:
-    """That one of these kernels did not compile for some call of this process, or None."""
+    """A sentence if one of these kernels did not compile for some call of this process, or None."""
     said = said_of(kernels)
     return (
         None
@@ -97,18 +97,18 @@ def _of_the_compiler(kernels: tuple[str, ...]) -> str | None:
 
 
 def _there_is_a_gpu() -> bool:
-    """Whether torch is built for a GPU and a driver of one is here: to ask torch for more would initialise CUDA."""
-    drivers = ("/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, and that of Windows' Linux
+    """Whether torch is built for a GPU and a GPU driver is installed. Asking torch for more would initialise CUDA."""
+    drivers = ("/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, Windows Subsystem for Linux
     return any(map(os.path.exists, drivers)) and (torch.version.cuda or torch.version.hip) is not None
 
 
 def _known_gpus(function: Any) -> dict[str, Table]:
-    """The tables whose GPUs can be asked about: those of a family of one's own too."""
+    """The tables whose GPUs can be asked about, with the tables of a family from outside if ``function`` is one."""
     return {**tables(), **(tables_of(function.family) if isinstance(function, Own) else {})}
 
 
 def _hint(function: Any, *args: Any, **kwargs: Any) -> str | None:
-    """How to see a kernel chosen, on a machine without a GPU; None where none is chosen on a GPU either."""
+    """On a machine without a GPU, how to see a kernel chosen; None if no GPU would get a kernel either."""
     known = _known_gpus(function)
     for name in sorted(known):
         with contextlib.suppress(ValueError), asking(gpu_named(name, known)):
@@ -121,7 +121,7 @@ def _explained(function: Any, *args: Any, **kwargs: Any) -> Explanation:
     if isinstance(function, (nn.GRU, nn.GRUCell, torch.nn.GRU, torch.nn.GRUCell)):
         return _of_module(function, *args, **kwargs)
     if any(function is dispatch.DEFINED[name] for name in ("gru", "gru_cell", "linear_cat")):
-        inspect.signature(function).bind(*args, **kwargs)  # for its error, which names the function's own arguments
+        inspect.signature(function).bind(*args, **kwargs)  # its error names the arguments of this function
     if function is dispatch.DEFINED["gru"]:
         return _explanation(*serve.explain_gru(*args, **kwargs))
     if isinstance(function, Own):
@@ -160,7 +160,7 @@ def _of_transformer_engine(*args: Any, **kwargs: Any) -> tuple[Choice, Any]:
     )
 
 
-# Function -> its family, and what gives the choice for a call of it and the spec.
+# (function, its family, a function that gives the choice for a call, and the call's spec).
 _KNOWN: tuple[tuple[Any, str, Any], ...] = (
     *((function, "rope", functools.partial(dispatch.explain_rope, function)) for function in ROPE),
     (apply_rotary_pos_emb, "rope", _of_transformer_engine),
@@ -174,7 +174,7 @@ def _explanation(choice: Choice, kernels: tuple[str, ...]) -> Explanation:
 
 
 def _of_module(module: Any, *args: Any, **kwargs: Any) -> Explanation:
-    """What serves the call of a module: that of the function it calls."""
+    """What serves the call of a module: whatever serves the function that the module calls."""
     if not nn.runs_ours(module) and isinstance(module, (nn.GRU, nn.GRUCell)):
         why = (
             f"{type(module).__qualname__} has a forward of its own, which may do anything: what that passes on to tuned.nn's is told of "
@@ -196,7 +196,7 @@ def _of_module(module: Any, *args: Any, **kwargs: Any) -> Explanation:
 
 @contextlib.contextmanager
 def _still(module: torch.nn.Module) -> Iterator[None]:
-    """Inside, what computes the weights of a module changes nothing of its own, as spectral norm does while it trains."""
+    """Inside, the parametrizations of a module keep their state; spectral norm would change its own in training mode."""
     parts = getattr(module, "parametrizations", torch.nn.ModuleDict()).modules()
     training = [part for part in parts if part.training]
     try:

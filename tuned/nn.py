@@ -1,15 +1,16 @@
 """GRU modules that run on tuned's kernels, and ways to make an existing model's GRUs do so.
 
-A module, a block, or a model changed in place::
+Use a module, patch torch inside a block, or change a model in place::
 
     gru = tuned.nn.GRU(256, 512, num_layers=2)   # the constructor, state_dict, shapes and numerics of torch.nn.GRU
-    with tuned.nn.patched():                     # a model as it is
+    with tuned.nn.patched():                     # the model is not changed
         output = model(x)
-    tuned.nn.replace(model)                      # or its modules changed in place; tuned.nn.restore(model) undoes it
+    tuned.nn.replace(model)                      # changes its modules in place; tuned.nn.restore(model) undoes it
 
-GRUs train with kernels too, where a row of this GPU says that these are faster. PyTorch's own operators run on a CPU, for
-steps that need a gradient, and for calls that no kernel serves: ``tuned.explain(module, x)`` tells which, and why. A call whose arguments our checks refuse is passed to PyTorch's module or
-function, which raises its own error or serves the call.
+GRUs train with kernels too, where a row of this GPU says that these are faster. PyTorch's operators run on a CPU, for
+single steps that need a gradient, and for calls that no kernel serves: ``tuned.explain(module, x)`` tells which, and
+why. If our checks refuse the arguments of a call, PyTorch's module or function gets the call, and raises its own error
+or serves it.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def _twin(module: torch.nn.Module, kind: type[torch.nn.Module]) -> torch.nn.Modu
 
 
 def _scripted(module: torch.nn.Module, kind: type[torch.nn.Module]) -> torch.nn.Module:
-    """What torch.jit.script compiles in the place of a module, and leaves there: torch.nn's.
+    """The module of torch.nn that torch.jit.script compiles in place of ours, and leaves in the model.
 
-    Of a subclass with a forward of its own the module itself, which torch.jit.script compiles or refuses.
+    For a subclass with a forward of its own this is the module itself, which torch.jit.script compiles or refuses.
     """
     return _twin(module, kind) if runs_ours(module) else module
 
@@ -56,12 +57,13 @@ def _scripted(module: torch.nn.Module, kind: type[torch.nn.Module]) -> torch.nn.
 class GRU(torch.nn.RNNBase):
     """torch.nn.GRU: the same arguments, parameters, inputs, outputs and random numbers.
 
-    ``recompute``, which torch.nn.GRU has not: for a gradient, multiply the input by its weights once more in the backward,
-    and keep 3 * D * H values fewer until then for each layer and each step of each sequence (D directions, H units).
+    ``recompute``, which torch.nn.GRU lacks, is for training: the backward multiplies the input by its weights a second
+    time, so that the forward keeps 3 * D * H values fewer for each layer and each step of each sequence (D directions,
+    H units).
 
-    It is not a subclass of torch.nn.GRU, since torch.compile does not trace any instance of that. Traced, this module is a
-    single operator, or one per layer if dropout is active or a gradient is needed. A PackedSequence is a graph break for torch.compile. Weights are
-    read where they are, in one chunk of memory or not.
+    It is not a subclass of torch.nn.GRU, since torch.compile does not trace any instance of that class. Traced, this
+    module is a single operator, or one per layer if dropout is active or a gradient is needed. A PackedSequence is a
+    graph break for torch.compile. Weights are read in place, whether they lie in one chunk of memory or not.
     """
 
     def __init__(  # noqa: PLR0913 - the arguments of torch.nn.GRU
@@ -110,15 +112,15 @@ class GRU(torch.nn.RNNBase):
         Args:
             input: ``[T, B, I]``, ``[B, T, I]`` batch_first, ``[T, I]`` unbatched, or a PackedSequence.
             hx: the first hidden states, ``[L * D, B, H]``, ``[L * D, H]`` unbatched; zero if not given.
-            resets: bool, the axes of input but the last, or a PackedSequence packed as input is: the state is 0 before
-                the steps that are marked. torch.nn.GRU has none. ``tuned.dispatch.gru`` says more.
+            resets: bool, with the axes of input except the last, or a PackedSequence packed as input is: the state is 0
+                before the steps that are marked. torch.nn.GRU has no such argument. ``tuned.dispatch.gru`` says more.
 
         Returns:
-            output, shaped like input but for its last axis, D * H; and h_n, shaped like hx.
+            output, shaped like input except for its last axis, which is D * H; and h_n, shaped like hx.
 
         Raises:
-            RuntimeError, ValueError: a shape or dtype does not fit; the error is torch.nn.GRU's, or ours with resets, and
-                while torch.compile traces.
+            RuntimeError, ValueError: a shape or dtype does not fit. The error is torch.nn.GRU's; with resets, and while
+                torch.compile traces, it is ours.
         """
         if not torch.compiler.is_dynamo_compiling():
             found: Any = None
@@ -146,7 +148,7 @@ class GRU(torch.nn.RNNBase):
         return output, h_n
 
     def extra_repr(self) -> str:
-        """The arguments that are not their defaults, as torch.nn.GRU prints them."""
+        """The arguments that differ from their defaults, as torch.nn.GRU prints them."""
         return super().extra_repr() + (", recompute=True" if getattr(self, "recompute", False) else "")
 
     def _get_name(self) -> str:
@@ -170,7 +172,7 @@ class GRUCell(torch.nn.GRUCell):
         Args:
             input: ``[B, I]`` or ``[I]``; or segments ``[B, k_i]`` or ``[k_i]`` whose k_i add up to I.
             hx: the hidden state, ``[B, H]`` or ``[H]``; zero if not given.
-            resets: bool ``[B]`` or ``[]``: the rows whose state is taken as 0. torch.nn.GRUCell has none.
+            resets: bool ``[B]`` or ``[]``: the rows whose state is taken as 0. torch.nn.GRUCell has no such argument.
 
         Returns:
             The next hidden state, ``[B, H]`` or ``[H]``.
@@ -200,12 +202,12 @@ class GRUCell(torch.nn.GRUCell):
 
 
 def _printed(module: torch.nn.Module) -> str:
-    """What a module is called where a model is printed."""
+    """The name of a module in a printed model."""
     return f"tuned.nn.{type(module).__name__}"
 
 
 def _leaf_of(module: torch.nn.Module, input: Any, hx: Any, resets: Any) -> Any:  # noqa: A002
-    """What torch.fx records of a module that it traces: one call of it, as of all modules of torch.nn; None if none traces."""
+    """The call that torch.fx records for a module, as for all modules of torch.nn; None if torch.fx does not trace."""
     given = (input, *(() if hx is None and resets is None else (hx,)))
     tracer = next((t.tracer for t in (*given, resets) if isinstance(t, torch.fx.Proxy)), None)
     if tracer is None:
@@ -215,7 +217,7 @@ def _leaf_of(module: torch.nn.Module, input: Any, hx: Any, resets: Any) -> Any: 
 
 
 def _parameters(module: torch.nn.Module, names: Sequence[str]) -> list[Any] | None:
-    """The parameters of these names; None if one is no parameter, as those of weight norm."""
+    """The parameters of these names; None if one is no parameter, as with weight norm."""
     try:
         return [module._parameters[name] for name in names]  # noqa: SLF001
     except KeyError:
@@ -223,9 +225,9 @@ def _parameters(module: torch.nn.Module, names: Sequence[str]) -> list[Any] | No
 
 
 def _gru_at_once(module: GRU, x: Any, hx: Any, resets: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(output, h_n) of a call whose way is known without checks: PyTorch's own, or a plan; None of any other call.
+    """(output, h_n) of a repeated call, without checks: by PyTorch's operator or by a cached plan; None for any other call.
 
-    Only for what every check would accept: a plain dense input, weights that are parameters, one dtype.
+    It takes only calls that every check would accept: a plain dense input, weights that are parameters, one dtype.
     """
     weights = _parameters(module, module._flat_weights_names)  # noqa: SLF001
     if weights is None or any(t is not None and type(t) is not torch.Tensor for t in (hx, resets)):
@@ -240,7 +242,7 @@ def _gru_at_once(module: GRU, x: Any, hx: Any, resets: Any) -> tuple[torch.Tenso
     if hx is None:
         hx = torch.zeros(expected, dtype=x.dtype, device=x.device) if needed else zeros(expected, x)
     left: Any
-    if resets is not None:  # PyTorch's own has none
+    if resets is not None:  # PyTorch's operator takes no resets
         left = False
     elif needed and not x.is_cuda:
         accepted = x.numel() and x.shape[2] == module.input_size and hx.shape == expected and hx.dtype == x.dtype
@@ -262,7 +264,7 @@ def _gru_at_once(module: GRU, x: Any, hx: Any, resets: Any) -> tuple[torch.Tenso
 def _packed_at_once(  # noqa: PLR0911 - one return per way
     module: GRU, packed: PackedSequence, hx: Any
 ) -> tuple[PackedSequence, torch.Tensor] | None:
-    """``_gru_at_once`` of packed sequences."""
+    """``_gru_at_once`` for packed sequences."""
     if tracing() is not None:  # PyTorch's module leaves the number of sequences open
         return torch.nn.GRU.forward(module, packed, hx)  # type: ignore[call-overload,no-any-return]
     weights = _parameters(module, module._flat_weights_names)  # noqa: SLF001
@@ -308,7 +310,7 @@ def gru_arguments(
     """(arguments, keyword arguments) that a GRU module passes to tuned.dispatch.gru, and its PackedSequence or None.
 
     Raises:
-        TypeError, ValueError: arguments that torch.nn.GRU would refuse, or would treat differently.
+        TypeError, ValueError: torch.nn.GRU would refuse the arguments, or would treat them differently.
     """
     packed = input if isinstance(input, PackedSequence) else None
     batch_sizes = None if packed is None else packed.batch_sizes
@@ -349,7 +351,7 @@ def gru_arguments(
         "bidirectional": module.bidirectional,
         "batch_first": module.batch_first and packed is None,
         "batch_sizes": batch_sizes,
-        "recompute": getattr(module, "recompute", False),  # a module that was replaced has none
+        "recompute": getattr(module, "recompute", False),  # a module that was replaced lacks it
         "resets": resets,
     }
     return (x, hx, weights), named, packed
@@ -386,7 +388,7 @@ def _marks(module: torch.nn.RNNBase, input: Any, resets: Any) -> Any:  # noqa: A
 
 
 def _cell_at_once(module: GRUCell, x: Any, hx: Any) -> torch.Tensor | None:  # noqa: PLR0911 - one return per way
-    """The next state of a step whose way is known without checks, as in ``_gru_at_once``; None of any other."""
+    """The next state of a repeated step, without checks, as in ``_gru_at_once``; None for any other step."""
     segments = x if type(x) is tuple else (x,)
     if any(type(t) is not torch.Tensor for t in segments) or (hx is not None and type(hx) is not torch.Tensor):
         return None
@@ -398,7 +400,7 @@ def _cell_at_once(module: GRUCell, x: Any, hx: Any) -> torch.Tensor | None:  # n
             parameters["bias_ih"],
             parameters["bias_hh"],
         )
-    except KeyError:  # of weight norm
+    except KeyError:  # as with weight norm
         return None
     if type(x) is tuple:
         if hx is None or hx.dim() != 2 or not x or any(t.dim() != 2 for t in x):  # noqa: PLR2004
@@ -441,7 +443,7 @@ def cell_arguments(
     """(the arguments that a GRUCell module passes to tuned.dispatch.gru_cell, whether input has a batch axis).
 
     Raises:
-        TypeError, ValueError: arguments that torch.nn.GRUCell would refuse.
+        TypeError, ValueError: torch.nn.GRUCell would refuse the arguments.
     """
     segments = input if isinstance(input, tuple) else (input,)
     for t in (*segments, *(() if hx is None else (hx,))):
@@ -465,7 +467,7 @@ def cell_arguments(
         segments = tuple(t.unsqueeze(0) for t in segments)
     first = segments[0]
     if hx is None:
-        dtype = first.dtype  # of several, under autocast, what concatenating them gives
+        dtype = first.dtype  # if dtypes differ, under autocast: the dtype that concatenation gives
         for t in segments[1:]:
             dtype = torch.promote_types(dtype, t.dtype)
         hx = torch.zeros(first.shape[0], module.hidden_size, dtype=dtype, device=first.device)
@@ -480,7 +482,7 @@ def cell_marks(resets: Any, batched: bool) -> Any:  # noqa: FBT001
     """The resets of a step as tuned.dispatch.gru_cell takes them.
 
     Raises:
-        ValueError: they are not one mark, for input without a batch axis.
+        ValueError: input has no batch axis, and resets is not a single mark.
     """
     if batched or not isinstance(resets, torch.Tensor):
         return resets
@@ -493,7 +495,7 @@ def cell_marks(resets: Any, batched: bool) -> Any:  # noqa: FBT001
 
 def _patched_gru(*args: Any, **kwargs: Any) -> Any:
     """torch._VF.gru while patched: (input, hx, weights, ...) or, packed, (data, batch_sizes, hx, weights, ...)."""
-    if kwargs or len(args) != 9:  # noqa: PLR2004 - not the form that torch's modules use
+    if kwargs or len(args) != 9:  # noqa: PLR2004 - not how torch's modules call it
         return torch.gru(*args, **kwargs)
     packed = isinstance(args[2], torch.Tensor)
     input, *others = args  # noqa: A001
@@ -531,7 +533,7 @@ def _patched_gru_cell(*args: Any, **kwargs: Any) -> Any:
 
 
 def _of_one_unit(hx: Any, axes: int) -> bool:
-    """Whether states of one axis too many pass the checks of torch.nn.GRUCell, which then ends the process."""
+    """Whether a state with one axis too many would pass the checks of torch.nn.GRUCell, which then ends the process."""
     return isinstance(hx, torch.Tensor) and hx.dim() == axes and hx.numel() == 1
 
 
@@ -539,9 +541,9 @@ _PATCHES = {"gru": _patched_gru, "gru_cell": _patched_gru_cell}
 
 
 def _scriptable() -> None:
-    """Register the patched functions with torch.jit.script as PyTorch's operators, as those of torch._VF are.
+    """Register the patched functions with torch.jit.script as PyTorch's operators, like the functions of torch._VF.
 
-    torch.jit.script cannot compile them, and never retries a class whose compilation failed.
+    Otherwise torch.jit.script would try to compile them, which fails, and it never retries a class that failed.
     """
     from torch.jit import _builtins  # noqa: PLC0415
 
@@ -553,16 +555,16 @@ _lock = threading.Lock()
 _depth = 0  # patched() blocks that are active
 _before: dict[
     str, Any
-] = {}  # torch._VF's own attributes of these names; usually none, since it looks them up elsewhere
+] = {}  # attributes of these names in torch._VF itself; usually none, since torch._VF looks them up elsewhere
 
 
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
     """Inside, torch.nn.GRU, torch.nn.GRUCell and other callers of torch._VF.gru and gru_cell run on tuned's kernels.
 
-    It holds for the whole process, other threads included, until the last block is left. Blocks may be nested. Every
-    torch.nn.GRU is a graph break for torch.compile, patched or not; if that matters, use ``replace``. torch.jit.script and
-    torch.jit.trace keep PyTorch's own operators.
+    The patch holds for the whole process, other threads included, until the last block is left. Blocks may be nested.
+    Every torch.nn.GRU is a graph break for torch.compile, patched or not; if that matters, use ``replace``.
+    torch.jit.script and torch.jit.trace keep PyTorch's operators.
     """
     global _depth  # noqa: PLW0603 - the patch is one for the process
     functions = vars(torch._VF)  # noqa: SLF001
@@ -591,7 +593,7 @@ def is_patched() -> bool:
 
 _SWAPS: dict[type, type] = {torch.nn.GRU: GRU, torch.nn.GRUCell: GRUCell}
 _BACK = {ours: theirs for theirs, ours in _SWAPS.items()}
-# What the forward of torch.nn's asks of the module.
+# Methods that the forward of torch.nn.GRU or GRUCell calls, and that forward itself.
 _ASKED = (
     "forward",
     "check_forward_args",
@@ -603,15 +605,17 @@ _ASKED = (
 _OURS, _THEIRS = (
     "_tuned_nn_ours",
     "_tuned_nn_theirs",
-)  # what a subclass, and the one with our forward, know of each other
+)  # attributes: of a subclass, its class with our forward; of that class, the subclass
 
 
 def replace(model: torch.nn.Module) -> torch.nn.Module:
     """Turn every torch.nn.GRU and torch.nn.GRUCell in a model, itself included, into tuned's, in place; returns the model.
 
-    Parameters, buffers, hooks and parametrizations stay as they are. A subclass that overrides neither forward nor the methods that
-    forward calls stays a subclass, and gets our forward. One that overrides any of them is left alone, with a warning that names it;
-    so is a model without either of the two. What looks for torch.nn.GRU afterwards, such as dynamic quantisation, finds none. torch.jit.script compiles torch.nn's modules instead, and leaves those in the model: call ``replace`` again after it.
+    Parameters, buffers, hooks and parametrizations stay as they are. A subclass that overrides neither forward nor the
+    methods that forward calls stays a subclass, and gets our forward. A subclass that overrides any of them is left
+    alone, with a warning that names it. A model that has no GRU or GRUCell is left alone with a warning too. Code that
+    looks for torch.nn.GRU afterwards, such as dynamic quantisation, finds none. torch.jit.script compiles torch.nn's
+    modules in place of ours, and leaves them in the model: call ``replace`` again after it.
 
     Raises:
         TypeError: model is not a torch.nn.Module.
@@ -655,7 +659,8 @@ def _refuse_no_module(name: str, model: Any) -> None:
 def restore(model: torch.nn.Module) -> torch.nn.Module:
     """Undo ``replace``: turn every tuned.nn.GRU and GRUCell into torch.nn's; returns the model.
 
-    A subclass of ours that ``replace`` did not make, as a user's own or what FSDP makes of a module, stays, with a warning.
+    A subclass of ours that ``replace`` did not make, such as a user's class or the class that FSDP makes, stays, with a
+    warning.
 
     Raises:
         TypeError: model is not a torch.nn.Module.
@@ -676,12 +681,12 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def runs_ours(module: torch.nn.Module) -> bool:
-    """Whether a module is one of ours, made so or replaced, or parametrised since."""
+    """Whether a module runs our forward: it was made by tuned.nn or replaced, and may have been parametrised since."""
     return getattr(type(module), "forward", None) in (GRU.forward, GRUCell.forward)
 
 
 def _theirs(kind: Any) -> Any:
-    """The class that a module of one of ours gets back, or the class itself if it is none of ours."""
+    """The class that ``restore`` gives to a module of this class; the class itself if it is not one of ours."""
     if not _parametrised(kind):
         return vars(kind).get(_THEIRS, _BACK.get(kind, kind))
     base = _theirs(kind.__bases__[0])
@@ -694,7 +699,7 @@ def _theirs(kind: Any) -> Any:
 
 
 def _parametrised(kind: Any) -> bool:
-    """Whether torch.nn.utils.parametrize made a class: for each module one, and it takes the first base when it undoes that."""
+    """Whether torch.nn.utils.parametrize made a class. It makes one for each module, and goes back to its first base."""
     return bool(vars(kind).get("__module__") == torch.nn.utils.parametrize.__name__)
 
 
@@ -708,7 +713,7 @@ def _copied(kind: Any) -> dict[str, Any]:
 
 
 def _class_like(kind: Any, base: Any, own: dict[str, Any]) -> Any:
-    """A class with the name of another on a base. No code of a user runs, as that of a metaclass or of ``__init_subclass__`` would."""
+    """A class named like ``kind`` on ``base``. No metaclass or ``__init_subclass__`` of a user runs."""
     lowest = (
         torch.nn.GRU
         if issubclass(base, torch.nn.GRU)
@@ -722,7 +727,7 @@ def _class_like(kind: Any, base: Any, own: dict[str, Any]) -> Any:
 
 
 def _reduced(module: torch.nn.Module, protocol: Any) -> Any:
-    """How a module of a subclass that was replaced is pickled and copied: as one of that subclass, which is replaced again."""
+    """Pickle or copy a module of a replaced subclass: as a module of that subclass, which is replaced again when made."""
     made: Any = _twin(module, vars(type(module))[_THEIRS]).__reduce_ex__(protocol)
     return made if isinstance(made, str) else (_replaced, made[:2], *made[2:])
 
@@ -734,7 +739,7 @@ def _replaced(make: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def _ours(kind: Any) -> type | None:
-    """The class that a module of a class of torch.nn's gets, or None if it has a forward of its own."""
+    """The class that ``replace`` gives to a module of this class, or None if the class has a forward of its own."""
     theirs: Any = torch.nn.GRU if issubclass(kind, torch.nn.GRU) else torch.nn.GRUCell
     if kind is theirs:
         return _SWAPS[theirs]
@@ -743,7 +748,7 @@ def _ours(kind: Any) -> type | None:
     if _OURS not in vars(kind):
         try:
             made = _made_ours(kind, theirs)
-        except TypeError:  # it has __slots__, and so another layout
+        except TypeError:  # the class has __slots__, and so another memory layout
             return None
         setattr(made, _THEIRS, kind)
         setattr(kind, _OURS, made)
@@ -751,7 +756,7 @@ def _ours(kind: Any) -> type | None:
 
 
 def _made_ours(kind: Any, theirs: Any) -> Any:
-    """``_ours`` of a subclass that has none yet."""
+    """``_ours`` for a subclass that was not replaced before."""
     if _parametrised(kind):
         return _class_like(kind, _ours(kind.__bases__[0]), _copied(kind))
     ours = vars(_SWAPS[theirs])

@@ -44,7 +44,7 @@ __all__ = [
 
 
 def family(module: str) -> Own:
-    """The function of the family that a module describes; give ``__name__``. What is missing is said at the first call."""
+    """The function of the family that a module describes; give ``__name__``. The first call reports what is missing."""
     return Own(module)
 
 
@@ -53,9 +53,9 @@ def launch(programs: int, arguments: tuple[Any, ...], constants: dict[str, Any],
 
     Args:
         programs: size of the one-dimensional grid.
-        arguments: tensors, then numbers, as the kernel's signature has them.
+        arguments: tensors, then numbers, in the order of the kernel's signature.
         constants: every tl.constexpr, by name and in the order of the signature.
-        options: num_warps, num_stages and what else Triton compiles with; ``launch_pdl`` only where it is on.
+        options: num_warps, num_stages and Triton's other compile options; give ``launch_pdl`` only where it is on.
     """
     return Launch("", programs, arguments, constants, options)
 
@@ -67,14 +67,14 @@ def rounding(dtype: str, wanted: torch.Tensor) -> torch.Tensor:
 
 
 class _Known(NamedTuple):
-    """How calls like one that was served are launched; it holds no tensors."""
+    """A plan: how to launch calls like one that was served. It holds no tensors."""
 
-    made: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]  # the result, then what launches hand on
-    # Each with where its pointers come from: argument i of the call, or what was made, the result being -1.
+    made: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]  # the result, then scratch tensors
+    # Each launch has the sources of its pointers: i is argument i of the call, -1 the result, -2 and below scratch tensors.
     launches: tuple[tuple[DirectLaunch, tuple[int, ...]], ...]
 
 
-LEFT = "it was left to the family's eager"  # in the place of a _Known: a row says that no kernel is faster
+LEFT = "it was left to the family's eager"  # stored in place of a _Known if a row says that no kernel is faster
 GRADIENT = "a gradient is needed, and the family has no gradient of its own"
 
 
@@ -83,18 +83,19 @@ def _needs_gradient(values: Iterable[Any]) -> bool:
 
 
 class Own:
-    """A family from outside as a function of what its ``call`` takes; it returns the call's ``out``.
+    """A family from outside as a function: it takes the arguments of the family's ``call``, and returns the call's ``out``.
 
-    A kernel serves tensors on a GPU where the family's folder has one for them; the choice is that of ``tuned.dispatch``:
-    a row of this GPU, else the nearest, else the default variant. ``eager`` serves all other calls: on a CPU, under
-    torch.compile and torch.func, under autocast, of subclasses, and where a gradient is needed and there is no ``gradient``.
+    A kernel serves tensors on a GPU where the family's folder has one for them. It is chosen as in ``tuned.dispatch``:
+    the row of this GPU, else the nearest row, else the default variant. ``eager`` serves all other calls: on a CPU,
+    under torch.compile and torch.func, under autocast, with subclasses of tensors, and where a gradient is needed and
+    the family has no ``gradient``.
     """
 
     def __init__(self, module: str) -> None:
         self.module: Any = sys.modules.get(module) or importlib.import_module(module)
         self.__name__ = self.__qualname__ = family_name(Path(str(self.module.__file__)))
         self.__module__ = module
-        self._plans: dict[Any, Any] = {}  # what a call is known by -> _Known or LEFT
+        self._plans: dict[Any, Any] = {}  # ``_key`` of a call -> _Known or LEFT
 
     def __repr__(self) -> str:
         return f"<kernel family {self.__name__} of {self.module.__file__}>"
@@ -107,7 +108,7 @@ class Own:
         """The family.
 
         Raises:
-            FamilyError: the module describes none.
+            FamilyError: the module describes no family.
         """
         return described(self.module)
 
@@ -115,20 +116,20 @@ class Own:
         """The result of a call.
 
         Raises:
-            TypeError: no kernel can serve it, and the family has no ``eager``.
+            TypeError: no kernel can serve the call, and the family has no ``eager``.
         """
         if torch.compiler.is_compiling():
             return self._eager(args, kwargs, "torch.compile traces it")
-        if kwargs:  # a tensor that is named is an argument like any other
+        if kwargs:  # so that a tensor passed by name is found like any other
             bound = self._signature.bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
         try:
             key = self._key(args, kwargs)
             known = None if key is None else self._plans.get(key)
-        except (*NO_KEY, IndexError):  # no tensor first, or what has no hash
+        except (*NO_KEY, IndexError):  # the first argument is no tensor, or an argument has no hash
             key = known = None
         if known is LEFT:
-            if listening() is None:  # else it is told why
+            if listening() is None:  # otherwise go on below, which notes why no kernel serves
                 return self._eager(args, kwargs, LEFT)
         elif known is not None and not (known.launches[0][0].enter.calls or known.launches[0][0].leave.calls):
             return _launched(known, args)
@@ -142,7 +143,7 @@ class Own:
         return inspect.signature(self.module.call)
 
     def why_not(self, values: Iterable[Any]) -> str | None:
-        """Why no kernel may take the tensors among some values, or None."""
+        """Why no kernel may take the tensors among ``values``, or None."""
         reason = "a dispatch mode is active" if listeners() else bypassed()
         if reason is not None or torch.is_autocast_enabled("cuda"):
             return reason or "autocast is on"
@@ -159,7 +160,7 @@ class Own:
         """(choice, spec, call): what serves a call, and why, without running it."""
         reason = self.why_not((*args, *kwargs.values()))
         spec, size, call = self.module.call(*args, **kwargs)
-        if reason is None:  # what it was called with may be in a list
+        if reason is None:  # tensors inside of a list or another argument are found in the call only
             made = vars(call).values()
             reason = GRADIENT if _needs_gradient(made) else self.why_not(made)
         if reason is None and not digests_of(self.family):
@@ -169,7 +170,7 @@ class Own:
         return choose(self.family, spec, size, gpu_of(call.out.device)), spec, call
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """All that the launch of a call depends on; None where it must be looked at whole."""
+        """All that the launch of a call depends on; None if the call needs all checks."""
         now = modes(args[0].get_device())
         if now is None or now[0]:
             return None
@@ -188,7 +189,7 @@ class Own:
         choice, spec, call = self.chosen(*args, **kwargs)
         if choice.variant is None:
             note_left(self.__name__, call.out, choice.why)
-            if key is not None and choice.row is not None:  # of a table; what else leaves a call may change
+            if key is not None and choice.row is not None:  # a table's row says so; other reasons may change
                 remember(self._plans, key, LEFT)
             return self._eager(args, kwargs, choice.why, (spec, call))
         steps = self.family.launches(spec, choice.variant, call)
@@ -204,24 +205,24 @@ class Own:
                     done.append((step, launch_public(self._kernel(step.kernel), step)))
                 else:
                     run_step(step)
-            # A direct launch is made on the current device.
+            # Direct launches run on the current device, so keep a plan only if that is the call's device.
             here = key is not None and key[0] == call.out.get_device()
             if here and len(done) == len(steps) and not any(map(torch.is_tensor, kwargs.values())):
                 self._learn(key, args, call, done)
-        bump_versions(call.out)  # in place it is an argument, or a view of one
+        bump_versions(call.out)  # of a call in place, this is an argument or a view of an argument
         return call.out  # type: ignore[no-any-return]
 
     def _kernel(self, name: str) -> Any:
         return getattr(importlib.import_module(f"{self.family.home}.kernels.{name}"), name)
 
     def _learn(self, key: Any, args: tuple[Any, ...], call: Any, done: list[tuple[Launch, Any]]) -> None:
-        """Remember the launches of a call, if each pointer is that of one argument, of the result or of scratch memory."""
+        """Remember the launches of a call, if each pointer is exactly one argument, the result or scratch memory."""
         made = [call.out, *(getattr(call, name) for name in getattr(call, "SCRATCH", ()))]
         given = {i: a.data_ptr() for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
         given |= {-1 - i: t.data_ptr() for i, t in enumerate(made)}
         of = {address: index for index, address in given.items()}
         if len(of) < len(given) or torch.cuda.is_current_stream_capturing():
-            return  # in place, or two arguments over one memory: another call of the same key need not be so
+            return  # in place, or two arguments share an address, which another call of the same key need not do
         known = []
         for launch, compiled in done:
             tensors = [isinstance(value, torch.Tensor) for value in launch.arguments]
@@ -244,7 +245,7 @@ class Own:
 
 
 def _launched(known: _Known, args: tuple[Any, ...]) -> torch.Tensor:
-    """Launch what is known on the current stream, into new memory."""
+    """Launch a plan on the current stream, into new memory."""
     device = args[0].device
     made = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in known.made]
     for launch, where in known.launches:
@@ -260,7 +261,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Own, *args: Any) -> torch.Tensor:  # type: ignore[override]
         ctx.own = own
-        ctx.saves = [isinstance(a, torch.Tensor) for a in args]  # None may be an argument, so it marks no tensor
+        ctx.saves = [isinstance(a, torch.Tensor) for a in args]  # flags, since None may be an argument too
         ctx.others = [None if saves else a for a, saves in zip(args, ctx.saves, strict=True)]
         ctx.save_for_backward(*(a for a, saves in zip(args, ctx.saves, strict=True) if saves))
         return own(*args)

@@ -1,4 +1,4 @@
-"""Compile ahead what calls will launch, so that no first call stalls."""
+"""Compile ahead the kernels that calls will launch, so that no first call stalls."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from tuned.lookup.place import expanded
 
 @dataclasses.dataclass(frozen=True)
 class Warmed:
-    """What ``tuned.warm`` did; ``str()`` gives it as text. A kernel is named once for each of its specialisations."""
+    """What ``tuned.warm`` did; ``str()`` gives it as text. A kernel is listed once for each of its specialisations."""
 
     compiled: tuple[str, ...] = ()  # kernels that Triton's cache lacked
     found: tuple[str, ...] = ()  # kernels that were in Triton's cache
     ready: tuple[str, ...] = ()  # kernels that this process had compiled before
-    left: tuple[str, ...] = ()  # calls that PyTorch's own operators serve, with why
-    undone: tuple[str, ...] = ()  # what could not be warmed, with why
+    left: tuple[str, ...] = ()  # calls that PyTorch's operators serve, with the reason
+    undone: tuple[str, ...] = ()  # what could not be warmed, with the reason
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        """What was compiled in one line, then a line for each call that needs no kernel and for what could not be done."""
+        """One line for what was compiled, then one for each call that needs no kernel, then one for each thing not done."""
         counts = f"{len(self.compiled)} kernels compiled, {len(self.found)} found in Triton's cache"
         ready = f", {len(self.ready)} compiled before" if self.ready else ""
         lines = [f"{counts}{ready}, in {self.seconds:.2f} s"]
@@ -47,34 +47,36 @@ class Warmed:
 def warm(model: Any = None, /, *example_inputs: Any, processes: int | None = None, **example_kwargs: Any) -> Warmed:
     """Compile the kernels that later calls will launch, side by side, so that no first call waits for a compiler.
 
-    ``tuned.warm(model, *example_inputs)`` runs the model twice under torch.no_grad. In the first run PyTorch's own operators
-    serve our calls, and what these would launch is noted. The kernels are compiled into Triton's cache and this process. The
-    second run launches them, so that later calls take the short way. The second run is left out where nothing was noted.
-    Call it under the modes of the real call: autocast, ``tuned.nn.patched()``, torch.inference_mode. Where gradients are
-    enabled and the module is in training, or an input of a function requires one, the kernels of gradients are compiled too.
+    ``tuned.warm(model, *example_inputs)`` runs the model twice under torch.no_grad. In the first run PyTorch's
+    operators serve our calls, and the launches that our kernels would need are noted. Their kernels are compiled into
+    Triton's cache and this process. The second run launches them, so that later calls find their plans; it is left out
+    if nothing was noted. Call ``warm`` under the modes of the real call: autocast, ``tuned.nn.patched()``,
+    torch.inference_mode. The kernels of gradients are compiled too if gradients are enabled and the module is in
+    training, or an input of a function requires one.
 
-    Afterwards the model's buffers, training mode and gradients, the tensors among the inputs and the random generators are as
-    before. Not undone: what a model keeps in other objects, such as lists, caches or attributes. The runs need the memory
-    that PyTorch's operators need in place of ours, and a copy of the buffers and inputs.
+    Afterwards the model's buffers, training mode and gradients, the tensors among the inputs and the random generators
+    are as before. State that a model keeps in other objects, such as lists, caches or attributes, is not restored. The
+    runs need the memory that PyTorch's operators need in place of ours, and a copy of the buffers and inputs.
 
-    ``tuned.warm(problems)`` compiles for the current GPU what recorded problems launch with contiguous tensors, and runs
-    nothing: a path to a file that TUNED_RECORD named, or its parsed lines. ``tuned.warm()`` takes the file that TUNED_RECORD
-    names now. That file has only calls without a row: warm the others by passing a model.
+    ``tuned.warm(problems)`` compiles for the current GPU the kernels that recorded problems launch with contiguous
+    tensors, and runs nothing. Give a path to a file that TUNED_RECORD named, or the parsed lines of one.
+    ``tuned.warm()`` takes the file that TUNED_RECORD names now. That file has only calls without a row: warm the others
+    by passing a model.
 
     Args:
         model: a module or any other function; or problems.
-        example_inputs: what to call it with; sizes count, as far as they decide which kernel serves.
+        example_inputs: arguments of the call; their sizes matter as far as they decide which kernel serves.
         processes: how many processes compile beside this one at most; by default one for each other core. 0: none.
         example_kwargs: keyword arguments of the call.
 
     Returns:
-        What was compiled and what was in Triton's cache; which calls PyTorch's own serves, and why. Of tensors on a CPU
-        nothing is compiled, and CUDA is not initialised.
+        The kernels that were compiled and those found in Triton's cache; the calls that PyTorch's operators serve, and
+        why. For tensors on a CPU nothing is compiled, and CUDA is not initialised.
 
     Raises:
         TypeError, ValueError: an argument is not allowed.
         RuntimeError: a CUDA graph is being captured; or the model overwrote one of its parameters.
-        Exception: any of the model's own.
+        Exception: any exception that the model raises.
     """
     if processes is not None and (type(processes) is not int or processes < 0):
         raise ValueError(f"processes must be an int of at least 0, or None for one a core, got {processes!r}")
@@ -118,7 +120,7 @@ def _compiled(heard: Heard, processes: int | None) -> Warmed:
     left = tuple(call if count == 1 else f"{count} calls: {call}" for call, count in heard.left.items())
     if not heard.launches:
         return Warmed(left=left)
-    from tuned.launching.ahead import compile_ahead  # noqa: PLC0415 - it is for GPUs alone
+    from tuned.launching.ahead import compile_ahead  # noqa: PLC0415 - only GPUs need it
 
     for device in sorted({one.device for one in heard.launches}):
         if will_probe(device):  # the first call with a plan tries the direct launcher
@@ -151,7 +153,7 @@ def _read(problems: Any) -> Iterator[tuple[str, Any, Any]]:
 
     Raises:
         TypeError: problems are no path and no list.
-        ValueError: there are none to read, or one is malformed.
+        ValueError: there are no problems to read, or one is malformed.
     """
     if problems is None:
         name = os.environ.get("TUNED_RECORD")
@@ -160,7 +162,7 @@ def _read(problems: Any) -> Iterator[tuple[str, Any, Any]]:
                 "tuned.warm() takes the file that the environment variable TUNED_RECORD names, which is not set: set it, or "
                 "give a model with example inputs, a path or a list of problems"
             )
-        if not expanded(name).exists():  # no call has met no row yet
+        if not expanded(name).exists():  # the file is written when a call without a row is made
             return
         problems = name
     if isinstance(problems, str | os.PathLike):
@@ -182,7 +184,7 @@ def _read(problems: Any) -> Iterator[tuple[str, Any, Any]]:
             f"give a model or function, a path, or a list of problems, got {type(problems).__name__} {problems!r}"
         )
     for number, one in enumerate(problems):
-        # As it was parsed; or a Problem, whose fields are checked the same way.
+        # Either a parsed line, or a Problem, whose fields are checked in the same way.
         values = one
         if all(hasattr(one, name) for name in ("family", "spec", "size")):
             values = {
@@ -194,10 +196,10 @@ def _read(problems: Any) -> Iterator[tuple[str, Any, Any]]:
 
 @contextlib.contextmanager
 def _kept(model: torch.nn.Module | None, inputs: list[Any]) -> Iterator[Callable[[], None]]:
-    """Inside, a function that gives back what runs of the model changed; it is called at the end too.
+    """Give a function that restores what runs of the model changed; it is called at the end too.
 
     Raises:
-        ValueError: the model is lazy, and has no parameters yet.
+        ValueError: the model has lazy parameters, which are not made yet.
         RuntimeError: at the end, if a parameter was overwritten.
     """
     modules = [] if model is None else list(model.modules())
@@ -226,7 +228,7 @@ def _kept(model: torch.nn.Module | None, inputs: list[Any]) -> Iterator[Callable
             if parameter.grad is not gradient:
                 parameter.grad = gradient
         for now, copy in memory:
-            # What cannot be written, as a file that is read through memory, has not changed.
+            # Compared first: memory that cannot be written, such as a mapped file, has not changed, and is not copied to.
             if not torch.equal(now, copy):
                 now.copy_(copy)
         for put, state in generators:
@@ -244,7 +246,7 @@ def _kept(model: torch.nn.Module | None, inputs: list[Any]) -> Iterator[Callable
 
 
 def _memory(tensors: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """The bytes of tensors from the first element to the last, each once, with a copy of them."""
+    """(bytes, copy) for each tensor: its memory from the first element to the last; equal memory is listed once."""
     found = {}
     for t in tensors:
         if (
@@ -264,7 +266,7 @@ def _memory(tensors: Iterable[Any]) -> list[tuple[Any, Any]]:
 
 
 def _generators() -> list[tuple[Callable[[Any], Any], Any]]:
-    """The random generators that a model may draw from: how to set each, and its state."""
+    """(setter, state) of each random generator that a model may draw from."""
     found: list[tuple[Callable[[Any], Any], Any]] = [
         (torch.set_rng_state, torch.get_rng_state()),
         (random.setstate, random.getstate()),

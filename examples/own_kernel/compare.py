@@ -1,7 +1,7 @@
-"""The tuned softmax and RMSNorm beside torch.compile's own, on this GPU: python examples/own_kernel/compare.py.
+"""The tuned softmax and RMSNorm beside those of torch.compile, on this GPU: python examples/own_kernel/compare.py.
 
-Each shape with PyTorch's operator compiled for it alone, in device time (CUDA graphs over inputs and results beyond the L2)
-and in time of a call. Writes results/DEVICE.json beside this file.
+PyTorch's operator is compiled for each shape alone. Both are timed on the device (CUDA graphs over inputs and results
+beyond the L2) and as a call. Writes results/DEVICE.json beside this file.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from generator.measuring.environment import environment  # noqa: E402
 from tuned import explain  # noqa: E402
 
 MOST_SETS = 64
-ROUNDS = 5  # of both, in turn
+ROUNDS = 5  # in each, both are timed in turn
 
 
 def arguments(family: Any, call: Any) -> tuple[Any, ...]:
-    """What the function of a family is called with for a call."""
+    """The arguments of a family's function, for the tensors of a call."""
     return (call.x,) if family is softmax else (call.x, call.weight)
 
 
 def operator(family: Any) -> Callable[..., torch.Tensor]:
-    """PyTorch's own, as a model has it."""
+    """PyTorch's operator, as a model calls it."""
     if family is softmax:
         return lambda x: torch.softmax(x, -1)
     return lambda x, weight: torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
 
 
 def measured(family: Any, problem: Any) -> dict[str, Any]:
-    """One shape: microseconds of each, medians of interleaved rounds."""
+    """The row of one shape: microseconds of each way, medians of interleaved rounds."""
     one = family.bytes_moved(problem.spec, problem.size)
     beyond = sets_beyond_l2(one)
     count = min(beyond, MOST_SETS)
-    emptied = timed_emptying() if beyond > count else None  # as the tuner does with sets too few to leave the L2
+    emptied = timed_emptying() if beyond > count else None  # as the tuner does if the sets are too few to leave the L2
     calls = [family.inputs(problem.spec, problem.size, "cuda", seed) for seed in range(count)]
     given = [arguments(family, call) for call in calls]
     torch._dynamo.reset()  # noqa: SLF001 - each shape is compiled as if it were the only one
@@ -86,7 +86,7 @@ def measured(family: Any, problem: Any) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure, print and keep all shapes of both."""
+    """Measure, print and write all shapes of both families."""
     torch.set_grad_enabled(False)
     rows = [measured(family, problem) for family in (softmax, rmsnorm) for problem in family.problems()]
     here = environment(0)

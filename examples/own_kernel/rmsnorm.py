@@ -10,7 +10,7 @@ import triton
 
 from tuned import own
 
-TEXT = ()  # no choice of what the template reads: one kernel
+TEXT = ()  # the template reads no field: there is one kernel
 MOST = 128  # elements a thread
 
 
@@ -29,7 +29,7 @@ class Size(own.Size):  # what varies from call to call
 @dataclasses.dataclass(frozen=True)
 class Variant(own.Variant):  # the ways to do it
     block_rows: int = own.one_of(1, 2, 4, 8, 16, 32, default=1)
-    cache: str = own.one_of("keep", "stream", default="keep", older=True)  # what comes once may leave the L2 to others
+    cache: str = own.one_of("keep", "stream", default="keep", older=True)  # "stream": x and out need not stay in the L2
     num_warps: int = own.one_of(1, 2, 4, 8, 16, 32, default=4)
 
 
@@ -79,14 +79,14 @@ def inputs(spec: Spec, size: Size, device: str, seed: int) -> Call:
 
 
 def reference(spec: Spec, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64; one rounding to the type, and what a float32 sum of squares leaves, may be wrong."""
+    """The result in float64, and the allowed error: one rounding to the type, and that of a float32 sum of squares."""
     wanted = torch.nn.functional.rms_norm(call.x.double(), (spec.columns,), call.weight.double(), spec.eps)
     wanted = wanted.view(call.out.shape)
     return wanted, own.rounding(spec.dtype, wanted) + wanted.abs() * 2.0**-19
 
 
 def eager(spec: Spec, call: Call) -> Callable[[], torch.Tensor]:
-    """What serves where no kernel does: on a CPU, and where a gradient is needed."""
+    """PyTorch's operator, for calls that no kernel serves: on a CPU, and where a gradient is needed."""
     return lambda: torch.nn.functional.rms_norm(call.x, (spec.columns,), call.weight, spec.eps).view(call.out.shape)
 
 

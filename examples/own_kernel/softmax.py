@@ -10,7 +10,7 @@ import triton
 
 from tuned import own
 
-TEXT = ("strategy",)  # what the template reads: a kernel for each value
+TEXT = ("strategy",)  # the fields that the template reads: a kernel for each value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Size(own.Size):  # what varies from call to call
 
 @dataclasses.dataclass(frozen=True)
 class Variant(own.Variant):  # the ways to do it
-    strategy: str = own.one_of("whole", "split", default="split")  # a row in one program, or in several, twice
-    block_rows: int = own.one_of(1, 2, 4, 8, 16, 32, default=1)  # of "whole"
-    block_columns: int = own.one_of(1024, 2048, 4096, 8192, default=1024)  # of "split"
+    strategy: str = own.one_of("whole", "split", default="split")  # a row in one program; or in several, in 2 launches
+    block_rows: int = own.one_of(1, 2, 4, 8, 16, 32, default=1)  # for "whole"
+    block_columns: int = own.one_of(1024, 2048, 4096, 8192, default=1024)  # for "split"
     num_warps: int = own.one_of(1, 2, 4, 8, 16, 32, default=4)
 
 
@@ -63,7 +63,7 @@ def rejection(spec: Spec, _size: Size | None, variant: Variant, _capability: int
 
 
 def launches(spec: Spec, variant: Variant, call: Call) -> tuple[own.Launch, ...]:
-    """A launch with a program for each block of rows; or two with one for each part of a row."""
+    """One launch, with a program for each block of rows; or two launches, with a program for each part of a row."""
     rows, columns = call.x.shape[0], block_columns(spec, variant)
     parts = triton.cdiv(spec.columns, columns)
     grid, arguments = triton.cdiv(rows, variant.block_rows) * parts, (*vars(call).values(), rows, call.x.stride(0))
@@ -79,13 +79,13 @@ def inputs(spec: Spec, size: Size, device: str, seed: int) -> Call:
 
 
 def reference(spec: Spec, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64; one rounding to the type, and what float32 exponentials and sums leave, may be wrong."""
+    """The result in float64, and the allowed error: one rounding to the type, and that of float32 exponentials and sums."""
     wanted = torch.softmax(call.x.double(), -1).view(call.out.shape)
     return wanted, own.rounding(spec.dtype, wanted) + wanted * 2.0**-18
 
 
 def eager(_spec: Spec, call: Call) -> Callable[[], torch.Tensor]:
-    """What serves where no kernel does: on a CPU, and where a gradient is needed."""
+    """PyTorch's operator, for calls that no kernel serves: on a CPU, and where a gradient is needed."""
     return lambda: torch.softmax(call.x, -1).view(call.out.shape)
 
 

@@ -10,7 +10,7 @@ import torch
 def define(  # noqa: PLR0913
     name: str, schema: str, function: Any, fake: Any, backward: Any = None, setup: Any = None
 ) -> Any:
-    """The operator ``tuned::name``, with a gradient if there is a ``backward``; ``setup`` saves what that needs."""
+    """The operator ``tuned::name``, with a gradient if there is a ``backward``; ``setup`` saves what the backward needs."""
     made = torch.library.custom_op(f"tuned::{name}", function, mutates_args=(), schema=schema)
     made.register_fake(fake)
     if backward is not None:

@@ -1,4 +1,4 @@
-"""Refuse to overwrite tensors of which elements share memory: of one tensor with itself, of two with each other."""
+"""Refuse to overwrite tensors whose elements share memory, within one tensor or between two."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - no p
 
 
 def check_strides(name: str, x: torch.Tensor, way_out: str = "use inplace=False") -> None:
-    """Refuse to overwrite a tensor of which elements share memory.
+    """Refuse to overwrite a tensor whose elements share memory.
 
     Raises:
-        ValueError: they do.
+        ValueError: some of its elements share memory.
     """
     if not x.numel():  # elementwise results of empty tensors have strides of 0
         return
@@ -24,7 +24,7 @@ def check_strides(name: str, x: torch.Tensor, way_out: str = "use inplace=False"
 
 
 def _shares_with_itself(x: torch.Tensor) -> bool:
-    """Whether two elements of a tensor, of which no stride is 0 and which has some, lie in one place."""
+    """Whether two elements of a tensor, which is not empty and has no stride of 0, lie in one place."""
     axes = sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1)
     reach, apart = 0, True
     for step, n in axes:
@@ -35,11 +35,11 @@ def _shares_with_itself(x: torch.Tensor) -> bool:
 
 
 def _leads_back(axes: list[tuple[int, int]], at: int, *, moved: bool) -> bool:
-    """Whether steps along axes, the longest first, lead from ``at`` to 0, of which one is a step if none was made before."""
+    """Whether steps along axes, the longest first, lead from ``at`` to 0: one or more, if none was made before (``moved``)."""
     if not axes:
         return moved and at == 0
     (step, n), *rest = axes
-    reach = sum((m - 1) * s for s, m in rest)  # of the shorter: what they cannot make up for is not tried
+    reach = sum((m - 1) * s for s, m in rest)  # of the shorter axes: steps that these cannot make up for are not tried
     fewest, most = max(1 - n, -((reach + at) // step)), min(n - 1, (reach - at) // step)
     return any(_leads_back(rest, at + k * step, moved=moved or k != 0) for k in range(fewest, most + 1))
 
@@ -83,7 +83,7 @@ def _bytes_between(x: torch.Tensor, key: torch.Tensor) -> int | None:
     """Bytes from the first element of x to that of the key; None if they cannot share memory.
 
     It compares addresses, since two storages may cover the same memory. A tensor that a transform of torch.func follows has
-    that of the tensor inside. One without an address, such as a tracer's, is compared by its storage.
+    the address of the tensor inside. A tensor without an address, such as a tracer's, is compared by its storage.
     """
     try:
         address, other = x.data_ptr(), key.data_ptr()
@@ -99,19 +99,19 @@ def _bytes_between(x: torch.Tensor, key: torch.Tensor) -> int | None:
 
 
 def _follows(t: torch.Tensor) -> bool:
-    """Whether a tensor is that of a transform, with another inside."""
+    """Whether a tensor belongs to a transform, and wraps another tensor."""
     return wrapped(t) or torch._is_functional_tensor(t)  # noqa: SLF001 - no public way to ask
 
 
 def _inside(t: torch.Tensor) -> torch.Tensor:
-    """The tensor inside those of transforms."""
+    """The innermost tensor that transforms wrap."""
     while _follows(t):
         t = torch._C._functorch.get_unwrapped(t)  # noqa: SLF001 - no public way to ask
     return t
 
 
 def _share(first: torch.Tensor, second: torch.Tensor, between: int) -> bool:
-    """Whether two elements lie in one place, by the addresses of all, where strides do not tell; ``between``: bytes from first to second."""
+    """Whether elements of both share memory, by all addresses, where strides do not tell; ``between``: bytes from first to second."""
     size = first.element_size()
     starts = []
     for axes, begin in zip(_within_a_row(first, second, between), (0, between), strict=True):
@@ -126,10 +126,10 @@ def _share(first: torch.Tensor, second: torch.Tensor, between: int) -> bool:
 
 
 def _within_a_row(first: torch.Tensor, second: torch.Tensor, between: int) -> list[list[tuple[int, int]]]:
-    """Of two tensors the axes, as (bytes, length), along which elements of both may meet.
+    """The axes of two tensors, as (bytes, length), along which elements of both may meet.
 
-    Steps that are longer than all that the shorter ones of both reach over lead from one row to another, where an element meets none
-    of a row before: what lies in one row says all.
+    A step that is longer than all that the shorter steps of both tensors reach over leads to another row, whose elements meet none of
+    a row before. So such axes are left out: comparing within one row is enough.
     """
     size = first.element_size()
     axes = [

@@ -1,4 +1,4 @@
-"""Tensors as the kernels take them that multiply inputs by weights."""
+"""Tensors as they are taken by the kernels that multiply inputs by weights."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _slowly(_backend: str, products: str) -> str:
     return of.fp32_precision
 
 
-# Asked for at each call, and torch.backends takes 5 to 20 times as long for the same. (allow_tf32 raises after a program has used
-# the newer setting; fp32_precision follows both.)
+# Each call asks this, and torch.backends takes 5 to 20 times as long to answer. (allow_tf32 raises after a program has used the
+# newer setting; fp32_precision follows both.)
 _precision: Callable[[str, str], str] = getattr(torch._C, "_get_fp32_precision_getter", _slowly)  # noqa: SLF001
 
 

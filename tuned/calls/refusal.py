@@ -25,7 +25,7 @@ def refuses(check: Callable[..., T]) -> Callable[..., T]:
         try:
             return check(*args, **kwargs)
         except (TypeError, ValueError) as error:
-            if not torch.compiler.is_dynamo_compiling():  # which sets no attribute of an error
+            if not torch.compiler.is_dynamo_compiling():  # Dynamo sets no attribute of an error
                 setattr(error, _MARK, True)
             raise
 
@@ -33,14 +33,14 @@ def refuses(check: Callable[..., T]) -> Callable[..., T]:
 
 
 def was_refused(error: Exception) -> bool:
-    """Whether an error comes from an argument check, so that nothing has run; while torch.compile traces, no error is known to."""
+    """Whether an error comes from an argument check, so that nothing has run; always False while torch.compile traces."""
     return not torch.compiler.is_dynamo_compiling() and getattr(error, _MARK, False)
 
 
 def no_tensor(**named: Any) -> TypeError:
     """The error that names the first of these arguments that is no tensor.
 
-    It is made where a call has failed already: to ask before would cost each call time.
+    Use it where a call has failed already: asking before would cost each call time.
     """
     for name, given in named.items():
         if not isinstance(given, torch.Tensor):
@@ -52,10 +52,10 @@ def no_tensor(**named: Any) -> TypeError:
 
 
 def check_dense(named: Mapping[str, Any]) -> None:
-    """Refuse tensors without strides, sparse and nested ones. What is no tensor is not asked.
+    """Refuse tensors without strides, sparse and nested ones. Arguments that are no tensors pass.
 
     Raises:
-        TypeError: one of these has none.
+        TypeError: a tensor has no strides.
     """
     for name, t in named.items():
         if not isinstance(t, torch.Tensor) or (t.layout is torch.strided and not t.is_nested):
@@ -73,7 +73,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_flag(name: str, value: Any, way_out: str = "pass True or False") -> None:
-    """Refuse in the place of a bool what would count as True whatever it says, and a tensor.
+    """Refuse what is given in the place of a bool and would count as True whatever it says; and a tensor.
 
     Raises:
         TypeError: the value is one of these.

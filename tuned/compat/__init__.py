@@ -1,1 +1,1 @@
-"""Other libraries' RoPE calls, served by ``tuned.dispatch``: a project changes one import."""
+"""RoPE functions of other libraries, served by ``tuned.dispatch``: a project changes one import."""

@@ -1,12 +1,14 @@
-"""Derive from an attention's own ``forward`` one whose norms of queries and keys are taken together with the rotation.
+"""Derive from an attention's ``forward`` one that computes the norms of queries and keys together with the rotation.
 
-The derived function is made of the installed library's syntax tree, in memory. It differs in three places: at its start it
-asks once whether this call is to be fused; the calls of the two norms give back their argument if so; and the call of
-``apply_rotary_pos_emb`` goes to ours, with the module. If it is not to be fused, it does what the original does.
+The derived function is made in memory, from the syntax tree of the installed library. It differs in three places. At
+its start it asks once whether this call is to be fused. If so, the calls of the two norms give back their argument, and
+the call of ``apply_rotary_pos_emb`` goes to our function, with the module. A call that is not to be fused does what the
+original does.
 
-It is derived only where it can be seen in the text that each norm is called once, that what it gives reaches the rotation
-through reshapes alone, and that nothing else sees it. Where the norms or the rotation are under an ``if``, the fused way is
-taken only where all these conditions hold; they may read nothing but attributes of the module and arguments.
+A function is derived only if its text shows that each norm is called once, that the norm's result reaches the rotation
+through reshapes alone, and that nothing else reads that result. If the norms or the rotation are under an ``if``, a
+call is fused only if all these conditions hold; the conditions may read nothing but attributes of the module and
+arguments.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from typing import Any, TypeGuard
 READY, FUSED, NORMS = "_tuned_ready", "_tuned_fused", "_tuned_norms"  # names in the derived function
 _OURS = (READY, FUSED, NORMS)
 _RESHAPES = ("view", "reshape", "transpose", "contiguous")
-_SEEN = ("shape", "device", "ndim", "size", "dim")  # of a tensor; a norm changes none
+_SEEN = ("shape", "device", "ndim", "size", "dim")  # attributes of a tensor that a norm does not change
 _PURE = (ast.BoolOp, ast.boolop, ast.UnaryOp, ast.Not, ast.Compare, ast.cmpop, ast.Constant, ast.Load)
 
 
 class UnfitError(Exception):
-    """Why a forward cannot be derived; never leaves this module."""
+    """A forward cannot be derived; the message says why. It never leaves this module."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +40,20 @@ class Derived:
 
     q_norm: str  # the attributes of the module that are the norms
     k_norm: str
-    turned: bool  # [b, s, h, d] becomes [b, h, s, d] between the norms and the rotation, which is told nothing else
-    make: Callable[[Callable[..., Any], Callable[..., Any]], Callable[..., Any]]  # from ready and fused to the function
+    turned: bool  # [b, s, h, d] becomes [b, h, s, d] between norms and rotation, which takes (q, k, cos, sin) alone
+    make: Callable[[Callable[..., Any], Callable[..., Any]], Callable[..., Any]]  # (ready, fused) -> derived function
 
 
 def derive(forward: Any, rotary: str) -> Derived | str:
-    """The forward with norms and rotation in one, or why there is none.
+    """The forward with norms and rotation in one launch, or why none can be derived.
 
     Args:
-        forward: as it lies in the class.
-        rotary: the name of the rotation in its globals.
+        forward: the function in the class's namespace.
+        rotary: the name of the rotation in the globals of ``forward``.
 
     Returns:
-        What makes the function of ``ready(module, rotation)``, which returns the norms or None, and of ``fused(norms, module,
-        rotation, q, k, ...)``.
+        A Derived, whose ``make(ready, fused)`` gives the function. ``ready(module, rotation)`` returns the norms or
+        None; ``fused(norms, module, rotation, q, k, ...)`` computes norms and rotation. Or the reason, a string.
     """
     try:
         function = _parsed(forward)
@@ -70,9 +72,9 @@ def derive(forward: Any, rotary: str) -> Derived | str:
 class _Norm:
     """The call of a norm."""
 
-    name: str  # of the attribute
+    name: str  # of the module's attribute
     call: ast.Call
-    turned: bool  # its result is transposed, an odd number of times
+    turned: bool  # its result is transposed an odd number of times
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,14 @@ class _Where:
 
     norms: tuple[_Norm, _Norm]  # of the query and of the key
     rotation: ast.Call
-    conditions: list[ast.expr]  # of the ifs around them, in order
+    conditions: list[ast.expr]  # of the ifs around norms and rotation, in order
 
 
 # From the function to its syntax tree, and back
 
 
 def _parsed(forward: Any) -> ast.FunctionDef:
-    """A function's own definition, without annotations and defaults: these belong to the function that lies in the class."""
+    """The syntax tree of a function, without annotations and defaults: ``_made`` takes those of the original function."""
     if not inspect.isfunction(forward) or hasattr(forward, "__wrapped__"):
         raise UnfitError("its forward is decorated or no plain function")
     code = forward.__code__
@@ -118,7 +120,7 @@ def _parsed(forward: Any) -> ast.FunctionDef:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A code and all codes inside."""
+    """A code object and all code objects inside of it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -126,7 +128,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _in_factory(definition: ast.FunctionDef) -> ast.Module:
-    """A module with a function that takes what the derived one calls, and returns the derived one."""
+    """A module with a factory: a function that takes ``ready`` and ``fused``, and returns the derived function."""
     arguments = ast.arguments(
         posonlyargs=[], args=[ast.arg(READY), ast.arg(FUSED)], kwonlyargs=[], kw_defaults=[], defaults=[]
     )
@@ -153,7 +155,7 @@ def _made(code: types.CodeType, forward: Any, ready: Callable[..., Any], fused: 
 
 
 def _found(function: ast.FunctionDef, rotary: str) -> _Where:
-    """The norms that flow into the only rotation of a forward."""
+    """The norms whose results flow into the only rotation of a forward."""
     nodes = list(ast.walk(function))
     if any(isinstance(node, ast.Name) and node.id in (*_OURS, function.name) for node in nodes):
         raise UnfitError("its forward uses a name that means something else in the derived one")
@@ -194,7 +196,7 @@ def _found(function: ast.FunctionDef, rotary: str) -> _Where:
 
 
 def _path_to(body: Sequence[ast.stmt], call: ast.Call) -> tuple[list[ast.stmt], list[ast.expr]]:
-    """The statements that run before one with a call, that one last, and the conditions of the ifs around it."""
+    """The statements up to the one that contains a call, which is last, and the conditions of the ifs around it."""
     path: list[ast.stmt] = []
     for statement in body:
         if not any(node is call for node in ast.walk(statement)):
@@ -209,7 +211,7 @@ def _path_to(body: Sequence[ast.stmt], call: ast.Call) -> tuple[list[ast.stmt], 
 
 
 def _branch_with(statement: ast.If, holds: Callable[[ast.stmt], bool]) -> tuple[ast.expr, list[ast.stmt]]:
-    """The only branch of an if with a statement of which something holds, and its condition."""
+    """The condition and the statements of the only branch of an if that has a statement for which ``holds`` is true."""
     first, second = (any(map(holds, branch)) for branch in (statement.body, statement.orelse))
     if first == second:
         raise UnfitError("what it normalises or rotates depends on both ways of an if")
@@ -233,7 +235,7 @@ def _rotated(statement: ast.stmt, rotation: ast.Call) -> tuple[str, str]:
 
 
 def _targets(statement: ast.stmt) -> set[str]:
-    """The names that ``a, b = ...`` assigns; none of another form."""
+    """The names that ``a, b = ...`` or ``a = ...`` assigns; none for other statements."""
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return set()
     (target,) = statement.targets
@@ -246,7 +248,7 @@ def _targets(statement: ast.stmt) -> set[str]:
 
 
 def _norm_of(name: str, path: Sequence[ast.stmt]) -> tuple[_Norm, list[ast.expr]]:
-    """The norm that gives what has a name at the end of a path, and the conditions of the ifs that it is under."""
+    """The norm whose result ``name`` holds at the end of a path, and the conditions of the ifs around the norm."""
     conditions: list[ast.expr] = []
     turned = False
     before = list(path)
@@ -274,7 +276,7 @@ def _norm_of(name: str, path: Sequence[ast.stmt]) -> tuple[_Norm, list[ast.expr]
 
 
 def _reshaped(value: ast.expr, name: str) -> tuple[ast.expr, bool]:
-    """What an expression reshapes, and whether it transposes it."""
+    """The expression under all reshapes of ``value``, and whether they transpose it."""
     transposed = False
     while (
         isinstance(value, ast.Call)
@@ -291,7 +293,7 @@ def _reshaped(value: ast.expr, name: str) -> tuple[ast.expr, bool]:
 
 
 def _is_norm_call(value: ast.expr) -> TypeGuard[ast.Call]:
-    """Whether it is ``something.name(x)``."""
+    """Whether an expression is ``something.name(x)``."""
     return (
         isinstance(value, ast.Call)
         and isinstance(value.func, ast.Attribute)
@@ -303,12 +305,12 @@ def _is_norm_call(value: ast.expr) -> TypeGuard[ast.Call]:
 
 
 def _attribute(call: ast.Call) -> str:
-    """The name of what is called, which is an attribute; otherwise nothing."""
+    """``name`` in a call of ``something.name``; otherwise an empty string."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
 def _uses(node: ast.AST, name: str) -> bool:
-    """Whether a name is read, set or deleted in a node, other than to see the shape of what it names."""
+    """Whether a name is read, set or deleted in a node, other than to read an attribute in ``_SEEN``."""
     shapes = {
         id(one.value)
         for one in ast.walk(node)
@@ -324,7 +326,7 @@ def _stores(node: ast.AST, name: str) -> bool:
 
 
 def _refuse_writes(path: Sequence[ast.stmt]) -> None:
-    """A norm that is taken later must find what it would have found."""
+    """Refuse writes in place: a norm that is computed later must read the values that it would have read."""
     for node in (node for statement in path for node in ast.walk(statement)):
         method = _attribute(node) if isinstance(node, ast.Call) else ""
         item = isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
@@ -333,7 +335,7 @@ def _refuse_writes(path: Sequence[ast.stmt]) -> None:
 
 
 def _refuse_later_use(body: Sequence[ast.stmt], rotation: ast.Call, names: set[str]) -> None:
-    """After the rotation nothing may read what was to be normalised."""
+    """Refuse a forward that reads the tensors to be normalised after the rotation."""
     after = False
     for statement in _in_order(body):
         if any(node is rotation for node in ast.walk(statement)):
@@ -343,7 +345,7 @@ def _refuse_later_use(body: Sequence[ast.stmt], rotation: ast.Call, names: set[s
 
 
 def _in_order(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements as they are written; an if is its branches."""
+    """Statements in the order of the text; an if is replaced by its condition and the statements of its branches."""
     for statement in body:
         if isinstance(statement, ast.If):
             yield ast.copy_location(ast.Expr(statement.test), statement)
@@ -354,7 +356,7 @@ def _in_order(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _refuse_impure(condition: ast.expr, function: ast.FunctionDef, module: str) -> None:
-    """A condition is taken at the start as well: it may only read what does not change until it is taken."""
+    """A condition is evaluated at the start as well, so it may only read what does not change up to its own place."""
     arguments = {one.arg for one in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
     kept = {name for name in arguments if not _stores(function, name)}
     compared = {
@@ -401,13 +403,13 @@ def _rewritten(function: ast.FunctionDef, where: _Where, rotary: str) -> ast.Mod
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Puts the two norms and the rotation under the question whether the call is fused."""
+    """Makes the two norms and the rotation depend on whether the call is fused."""
 
     def __init__(self, where: _Where, module: str) -> None:
         self._where, self._module = where, module
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        """The call, or the choice that replaces it."""
+        """The call, or the conditional expression that replaces it."""
         if node is self._where.rotation:
             given = [_read(NORMS), _read(self._module), node.func, *node.args]
             ours = ast.Call(ast.Name(FUSED, ast.Load()), given, node.keywords)

@@ -1,9 +1,9 @@
 """The calls of Dao-AILab/flash-attention, ``flash_attn.layers.rotary``.
 
-They differ from theirs in four ways:
+They differ from flash-attention's functions in four ways:
 
-* Positions outside the table: theirs leaves tokens past its end unrotated and reads memory before its start. Here they are
-  an error if that is known without synchronizing with the GPU, and give NaN otherwise.
+* Positions outside the table: flash-attention leaves tokens past the table's end unrotated, and reads memory before its
+  start. Here such positions are an error if that is known without synchronizing with the GPU, and give NaN otherwise.
 * In place, a leaf that requires grad is refused with RuntimeError, before any write. For other tensors autograd tracks the
   write, in the result and in the argument alike. A backward never overwrites the gradient that it gets.
 * head_dim may be above 256, and cos and sin may have another dtype than x.
@@ -44,7 +44,7 @@ def apply_rotary_emb(  # noqa: PLR0913 - the arguments of flash-attention
         inplace: overwrite x and return it.
         seqlen_offsets: added to the positions: an int, or int32 or int64 ``[batch]``, one per sequence.
         cu_seqlens: int32 ``[batch + 1]``, where packed sequences start.
-        max_seqlen: their longest length; checked against cos. Read with cu_seqlens only.
+        max_seqlen: the longest length of the sequences; checked against cos. Read with cu_seqlens only.
 
     Returns:
         A tensor like x, or x itself in place. Differentiable in x.
@@ -68,7 +68,7 @@ def apply_rotary_emb(  # noqa: PLR0913 - the arguments of flash-attention
     )
 
 
-apply_rotary_emb_func = apply_rotary_emb  # its older name there
+apply_rotary_emb_func = apply_rotary_emb  # flash-attention's older name
 
 
 def apply_rotary_emb_qkv_(  # noqa: PLR0913 - the arguments of flash-attention
@@ -83,14 +83,15 @@ def apply_rotary_emb_qkv_(  # noqa: PLR0913 - the arguments of flash-attention
 ) -> torch.Tensor:
     """Rotate q and k in place in a packed qkv; v is not touched.
 
-    It is one launch, or one each for q and k if k has its own table or their heads are not contiguous in memory.
+    It is one launch, or one each for q and k if k has its own table or the heads of q and k are not contiguous in
+    memory.
 
     Args:
         qkv: ``[batch, seqlen, 3, heads, head_dim]``, or ``[batch, seqlen, num_heads_q + 2 * num_heads_k, head_dim]``;
             any strides.
         cos: ``[rows, rotary_dim / 2]``, one entry per pair, any float dtype.
         sin: like cos.
-        cos_k: cosines for k, if others than those for q (XPos).
+        cos_k: cosines for k, if they differ from those for q (XPos).
         sin_k: sines for k.
         interleaved: pairs are features (2 j, 2 j + 1); otherwise (j, j + rotary_dim / 2).
         seqlen_offsets: added to the positions: an int, or int32 or int64 ``[batch]``.
@@ -104,7 +105,7 @@ def apply_rotary_emb_qkv_(  # noqa: PLR0913 - the arguments of flash-attention
         RuntimeError: qkv cannot be overwritten without losing a gradient; nothing has been written.
     """
     kv_heads = _kv_heads(qkv, num_heads_q)
-    # Whether the heads of q, k and v are one axis, or can be one of a view.
+    # Whether the heads of q, k and v are one axis, or can be made one axis by a view.
     side_by_side = kv_heads is not None or _stride(qkv, 2, "qkv") == qkv.shape[3] * qkv.stride(3)
     if cos_k is None and sin_k is None and side_by_side:
         return rope_qkv(
@@ -118,9 +119,9 @@ def apply_rotary_emb_qkv_(  # noqa: PLR0913 - the arguments of flash-attention
             offset=seqlen_offsets,
             kv_heads=kv_heads,
         )
-    # Checked here, before q is written; with these equal, the checks of q, cos and sin cover the rest.
+    # Checked here, before q is written. If the tables are alike, the checks of q, cos and sin cover the rest.
     check_dense({"qkv": qkv, "cos": cos, "sin": sin, "cos_k": cos_k, "sin_k": sin_k})
-    check_strides("qkv", qkv, APART)  # where q, k and v are one memory, their own strides do not tell
+    check_strides("qkv", qkv, APART)  # if q, k and v share memory, the strides of each alone do not show it
     cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
     for name, table in (("cos_k", cos_k), ("sin_k", sin_k)):
         if not isinstance(table, torch.Tensor) or not isinstance(cos, torch.Tensor):
@@ -132,7 +133,7 @@ def apply_rotary_emb_qkv_(  # noqa: PLR0913 - the arguments of flash-attention
             )
     q = qkv[:, :, 0] if kv_heads is None else qkv[:, :, :num_heads_q]
     k = qkv[:, :, 1] if kv_heads is None else qkv[:, :, num_heads_q:-kv_heads]
-    if not torch.compiler.is_dynamo_compiling():  # which cannot ask for views
+    if not torch.compiler.is_dynamo_compiling():  # Dynamo cannot tell whether k is a view
         refuse_overwrite(k, by_gradient=cos_k.requires_grad or sin_k.requires_grad)
     apply_rotary_emb(q, cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
     apply_rotary_emb(k, cos_k, sin_k, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
@@ -171,7 +172,7 @@ def apply_rotary_emb_kv_(
             f"kv must be [batch, seqlen, 2, heads, head_dim], got {list(kv.shape)}: stack k and v with torch.stack((k, v), 2), or for a qkv "
             "call apply_rotary_emb_qkv_"
         )
-    if _stride(kv, 2, "kv") == 0:  # k and v are one memory, of which the strides of k do not tell
+    if _stride(kv, 2, "kv") == 0:  # k and v share memory, which the strides of k do not show
         check_dense({"kv": kv})
         check_strides("kv", kv, APART)
     apply_rotary_emb(kv.select(2, 0), cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
@@ -179,7 +180,7 @@ def apply_rotary_emb_kv_(
 
 
 def _stride(packed: torch.Tensor, axis: int, name: str) -> int:
-    """The stride of an axis; what has none is told of now, since to ask before would cost each call time."""
+    """The stride of an axis. What has no strides is refused only here: to check earlier would cost each call time."""
     try:
         return packed.stride(axis)
     except (AttributeError, RuntimeError):

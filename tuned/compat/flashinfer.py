@@ -1,7 +1,7 @@
 """The calls of flashinfer-ai/flashinfer, ``apply_rope_with_cos_sin_cache_inplace`` and ``append_paged_kv_cache``.
 
-The first differs from theirs in two ways: the cache may be of any float dtype, and every size of head and of its rotated part is
-rotated rightly. Ids past the cache give NaN on a GPU and an error on a CPU.
+The first differs from FlashInfer's in two ways: the cache may be of any float dtype, and heads and rotated parts of
+every size are rotated rightly. Ids past the cache give NaN on a GPU and an error on a CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def apply_rope_with_cos_sin_cache_inplace(  # noqa: PLR0913 - the arguments of F
     cos_sin_cache: torch.Tensor,
     is_neox: bool = True,  # noqa: FBT001, FBT002 - its order
 ) -> None:
-    """Rotate query and key in place and in one launch.
+    """Rotate query and key in place, in one launch.
 
     Args:
         positions: int32 or int64 ``[tokens]``: rows of the cache.
@@ -52,7 +52,7 @@ def append_paged_kv_cache(  # noqa: PLR0913 - the arguments of FlashInfer
     kv_last_page_len: torch.Tensor,
     kv_layout: str = "NHD",
 ) -> None:
-    """Write keys and values to the pages of their sequences; by PyTorch's own operators, since nothing is rotated.
+    """Write keys and values to the pages of their sequences, with PyTorch's operators, since nothing is rotated.
 
     A token goes to slot positions % page_size of page kv_indices[kv_indptr[batch_indices] + positions // page_size].
 
@@ -60,13 +60,13 @@ def append_paged_kv_cache(  # noqa: PLR0913 - the arguments of FlashInfer
         append_key: ``[tokens, heads, head_dim]``, any strides.
         append_value: like append_key.
         batch_indices: int32 or int64 ``[tokens]``, or shorter: the sequence of each token.
-        positions: like batch_indices: where in its sequence it is.
-        paged_kv_cache: ``[pages, 2, page_size, heads, head_dim]``, or ``[pages, 2, heads, page_size, head_dim]`` with kv_layout
-            "HND"; or a tuple of the cache of the keys and that of the values, without the axis of 2. The dtype of append_key, or
-            torch.float8_e4m3fn.
-        kv_indices: int32 or int64: the pages of all sequences in a row.
-        kv_indptr: int32 or int64 ``[sequences + 1]``: where those of each sequence begin.
-        kv_last_page_len: as theirs, which does not read it to append.
+        positions: like batch_indices: the position of each token in its sequence.
+        paged_kv_cache: ``[pages, 2, page_size, heads, head_dim]``, or ``[pages, 2, heads, page_size, head_dim]`` with
+            kv_layout "HND"; or a tuple (cache of the keys, cache of the values), each without the axis of 2. The dtype
+            of append_key, or torch.float8_e4m3fn.
+        kv_indices: int32 or int64: the pages of all sequences, one after the other.
+        kv_indptr: int32 or int64 ``[sequences + 1]``: where the pages of each sequence begin in kv_indices.
+        kv_last_page_len: ignored; FlashInfer does not read it to append either.
         kv_layout: "NHD" or "HND".
 
     A token whose page is not among kv_indices or among the pages is written nowhere.
@@ -121,7 +121,7 @@ def append_paged_kv_cache(  # noqa: PLR0913 - the arguments of FlashInfer
 
 
 def _both_caches(caches: Any) -> tuple[torch.Tensor, Any]:
-    """The caches of the keys and of the values, given as a tuple; what the second is like is checked with the first."""
+    """(cache of the keys, cache of the values) from a tuple. The second is checked later, against the first."""
     if isinstance(caches, (tuple, list)) and len(caches) == 2:  # noqa: PLR2004
         key_cache, value_cache = caches
         if isinstance(key_cache, torch.Tensor) and key_cache.ndim == 4:  # noqa: PLR2004

@@ -1,7 +1,8 @@
 """Put the norms of an attention's queries and keys into the launch of their rotation, and take them out again.
 
-A class's ``forward`` becomes the one that ``tuned.compat.attention`` derives. It fuses for the modules that are marked here,
-and for these only while their norms are what was found: weights are looked up at each call, and a norm with a hook is called.
+A class's ``forward`` is replaced by the one that ``tuned.compat.attention`` derives. It fuses only for modules that are
+marked here, and only while their norms are as they were found. Weights are looked up at each call, and a norm with a
+hook is called.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MARK = "_tuned_norms"  # attribute of an attention module; a copy of the module 
 class Norms:
     """The norms of an attention module."""
 
-    names: tuple[str, str]  # attributes of the module: of the query, of the key
+    names: tuple[str, str]  # attributes of the module: the query's norm, the key's norm
     q: NormStyle
     k: NormStyle
 
@@ -41,9 +42,9 @@ class Norms:
 
 @dataclass(eq=False)
 class FusedForward:
-    """A class's forward and the derived one that takes norms and rotation together."""
+    """A class's forward, and the derived one that computes norms and rotation together."""
 
-    owner: type  # the class in which it lies
+    owner: type  # the class that defines the forward
     original: Any
     ours: Any
     derived: Derived
@@ -52,16 +53,16 @@ class FusedForward:
 
     @property
     def where(self) -> str:
-        """Its full name."""
+        """The full name of the forward."""
         return f"{self.owner.__module__}.{self.owner.__qualname__}.forward"
 
     @property
     def current(self) -> Any:
-        """What lies in the class now."""
+        """The forward that the class has now."""
         return vars(self.owner).get("forward")
 
     def install(self, modules: dict[torch.nn.Module, Norms]) -> None:
-        """Put ours into the class and fuse it for some modules, for one patch more."""
+        """Put our forward into the class and mark some modules to be fused, for one more patch."""
         self.users += 1
         self.owner.forward = self.ours  # type: ignore[attr-defined]
         for module, norms in modules.items():
@@ -69,7 +70,7 @@ class FusedForward:
             self.marked.append(weakref.ref(module))
 
     def uninstall(self) -> bool:
-        """Take it out for one patch; whether that was the last."""
+        """Undo one patch; with the last one, restore the original. Returns whether it was the last."""
         self.users -= 1
         if self.users:
             return False
@@ -86,7 +87,7 @@ def forward_of(owner: type, rotary: str, found: Found) -> FusedForward | str:
 
     Args:
         owner: a class with a forward that calls the rotation.
-        rotary: the rotation's name there.
+        rotary: the rotation's name in that forward.
         found: what the rotation does.
     """
     original = vars(owner)["forward"]
@@ -100,7 +101,7 @@ def forward_of(owner: type, rotary: str, found: Found) -> FusedForward | str:
 
 
 def norms_of(module: torch.nn.Module, fused: FusedForward) -> Norms | str:
-    """The norms of an attention module, or why they cannot be taken with the rotation."""
+    """The norms of an attention module, or why they cannot be computed with the rotation."""
     if "forward" in vars(module):
         return "its own forward was replaced"
     names = (fused.derived.q_norm, fused.derived.k_norm)
@@ -130,7 +131,7 @@ def _style_in(module: torch.nn.Module, name: str, *, turned: bool) -> NormStyle 
 
 
 def rotating_forwards(kind: type, rotary_names: Callable[[Any], list[str]]) -> tuple[type, str] | None:
-    """The class in whose text the forward of a kind of module lies, and the rotation that it calls, if it calls one."""
+    """(class that defines the forward of a kind of module, the rotation that it calls); None unless it calls just one."""
     for base in kind.__mro__[: kind.__mro__.index(torch.nn.Module)]:
         forward = vars(base).get("forward")
         function = inspect.unwrap(forward) if inspect.isfunction(forward) else None
@@ -141,7 +142,7 @@ def rotating_forwards(kind: type, rotary_names: Callable[[Any], list[str]]) -> t
 
 
 def _ready(derived: Derived, found: Found) -> Callable[..., Norms | None]:
-    """What a derived forward asks at its start: the norms to fuse in this call, or None."""
+    """The ``ready`` that a derived forward calls at its start: it gives the norms to fuse in this call, or None."""
     names, ours = (derived.q_norm, derived.k_norm), found.ours
 
     def ready(module: Any, rotation: Any) -> Norms | None:
@@ -157,7 +158,7 @@ def _ready(derived: Derived, found: Found) -> Callable[..., Norms | None]:
 
 
 def _fused(found: Found, *, by_position: bool) -> Callable[..., Any]:
-    """What a derived forward calls in place of its rotation, with what was to be normalised."""
+    """The ``fused`` that a derived forward calls in place of its rotation, with q and k before their norms."""
     style = found.style
 
     def fused(  # noqa: PLR0913 - the arguments of the rotation, and the module
@@ -187,7 +188,7 @@ def _fused(found: Found, *, by_position: bool) -> Callable[..., Any]:
 def _together(  # noqa: PLR0913
     style: Style, norms: Norms, module: Any, q: Any, k: Any, angles: tuple[Any, Any], unsqueeze_dim: int
 ) -> Any:
-    """Both norms and the rotation in one; None if the shapes or dtypes are not those that it takes."""
+    """Both norms and the rotation in one launch; None if the kernels do not take the shapes or dtypes."""
     four = 4
     if unsqueeze_dim not in (1, 2) or q.dim() != four or k.dim() != four or q.dtype != k.dtype:
         return None
@@ -202,7 +203,7 @@ def _together(  # noqa: PLR0913
         return None
     rounding = norms.q.rounding
     if rounding == "each" and any(torch.promote_types(q.dtype, weight.dtype) != q.dtype for weight in weights):
-        # The model's norm gives the wider dtype, which only autocast narrows again.
+        # The model's norm gives the wider dtype; only autocast makes it narrow again.
         if not torch.is_autocast_enabled(q.device.type):
             return None
         rounding = "once"
@@ -211,7 +212,7 @@ def _together(  # noqa: PLR0913
 
 
 def _apart(norms: Norms, module: Any, q: Any, k: Any, unsqueeze_dim: int) -> tuple[Any, Any]:
-    """The results of the norms, by the modules: for calls that cannot be fused after all."""
+    """The results of the norms, computed by their modules: for calls that cannot be fused after all."""
     q_norm, k_norm = (getattr(module, name) for name in norms.names)
     return _by_module(q_norm, norms.q.size, q, unsqueeze_dim), _by_module(k_norm, norms.k.size, k, unsqueeze_dim)
 

@@ -1,11 +1,12 @@
 """The calls of linkedin/Liger-Kernel, ``liger_kernel.transformers.rope``.
 
-They differ from theirs in three ways:
+They differ from Liger's functions in three ways:
 
-* It is never in place. Theirs overwrites q and k if the heads of a token are contiguous in memory, and not otherwise, so
-  that callers can rely only on the result. To save memory, call ``tuned.dispatch.rope_qk(..., inplace=True)``.
-* It computes in float32 and rounds once; theirs computes in the dtype of cos, bfloat16 in most models.
-* It refuses what theirs would rotate wrongly: an unsqueeze_dim other than 1, and cos narrower or wider than a head.
+* They never work in place. Liger overwrites q and k if the heads of a token are contiguous in memory, and not
+  otherwise, so that callers can rely only on the result. To save memory, call
+  ``tuned.dispatch.rope_qk(..., inplace=True)``.
+* They compute in float32 and round once; Liger computes in the dtype of cos, bfloat16 in most models.
+* They refuse what Liger would rotate wrongly: an unsqueeze_dim other than 1, and cos narrower or wider than a head.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def liger_rotary_pos_emb(  # noqa: PLR0913 - the arguments of Liger
     Args:
         q: ``[batch, heads, seq, head_dim]``, any strides.
         k: ``[batch, kv_heads, seq, head_dim]``, any strides.
-        cos: ``[1, seq, head_dim]`` or ``[batch, seq, head_dim]``, of equal halves: the first is read.
+        cos: ``[1, seq, head_dim]`` or ``[batch, seq, head_dim]``, with two equal halves: the first is read.
         sin: like cos.
-        position_ids: accepted and ignored, as there: cos and sin are those of the tokens already.
+        position_ids: accepted and ignored, as in Liger: cos and sin have one row per token already.
         unsqueeze_dim: 1, the axis of heads.
 
     Returns:
@@ -74,7 +75,7 @@ def liger_rotary_pos_emb_vision(
     Args:
         q: ``[seq, heads, head_dim]``, any strides.
         k: ``[seq, kv_heads, head_dim]``, any strides.
-        cos: ``[seq, head_dim]``, of equal halves: the first is read.
+        cos: ``[seq, head_dim]``, with two equal halves: the first is read.
         sin: like cos.
 
     Returns:
@@ -102,7 +103,7 @@ def liger_rotary_pos_emb_vision(
 
 
 def _wrong(q: Any, k: Any, wanted: str, axes: int) -> Exception:
-    """The error for q and k that are not these."""
+    """The error for q and k that do not have the shapes in ``wanted``."""
     if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor):
         return no_tensor(q=q, k=k)
     shapes = f"{list(q.shape)} and {list(k.shape)}"
@@ -112,9 +113,9 @@ def _wrong(q: Any, k: Any, wanted: str, axes: int) -> Exception:
 
 
 def _first_half(angles: torch.Tensor, head_dim: int, name: str) -> torch.Tensor:
-    """One entry per pair: [seq, head_dim / 2], or [batch, seq, head_dim / 2] where sequences differ."""
+    """One entry per pair: [seq, head_dim / 2], or [batch, seq, head_dim / 2] if each sequence has its own angles."""
     try:
-        width = angles.shape[-1] if angles.shape else 1  # of a single number
+        width = angles.shape[-1] if angles.shape else 1  # a single number has no axis
     except AttributeError:
         raise no_tensor(**{name: angles}) from None
     if width != head_dim:

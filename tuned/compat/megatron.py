@@ -1,10 +1,11 @@
 """The calls of NVIDIA/Megatron-LM for multi-head latent attention: ``fused_apply_mla_rope_for_q`` and ``_for_kv``.
 
-Of ``megatron.core.fusions.fused_mla_yarn_rope_apply``. As there, pairs are neighbours in what is given and halves in what is
-returned, ``rotary_interleaved`` must be False, and the ranks of context parallelism count with cu_seqlens alone: without it, cos and
-sin are those of this rank's tokens. They differ from theirs in these ways: tensors may have any strides; arithmetic is in float32 with
-one rounding; tokens past the last of cu_seqlens keep their angle 0 (there they are rotated as first tokens, which no loss sees);
-the gradient of q is written to new memory (there over the gradient that was given); and gradients can be taken of gradients.
+They are those of ``megatron.core.fusions.fused_mla_yarn_rope_apply``. As in Megatron, pairs are neighbouring features
+in the arguments and (j, j + emb_dim / 2) in the results, and ``rotary_interleaved`` must be False. The ranks of context
+parallelism matter with cu_seqlens only: without it, cos and sin have the angles of this rank's tokens. They differ from
+Megatron's in these ways: tensors may have any strides; arithmetic is in float32 with one rounding; tokens past the last
+of cu_seqlens keep their angle 0 (Megatron rotates them as first tokens, which no loss sees); the gradient of q is
+written to new memory (in Megatron over the gradient that was given); and gradients of gradients can be taken.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ def fused_apply_mla_rope_for_q(  # noqa: PLR0913 - the arguments of Megatron
 
     Args:
         t: ``[s, b, h, qk_head_dim + emb_dim]``, or with cu_seqlens_q ``[t, h, qk_head_dim + emb_dim]``; any strides.
-        cos: ``[rows, 1, 1, emb_dim]``, any float dtype; entries of halves, of which the two of a pair may differ; and
+        cos: ``[rows, 1, 1, emb_dim]``, any float dtype; entries j and j + emb_dim / 2 belong to a pair, and may differ.
         sin: like cos.
         qk_head_dim: features of a head that do not rotate.
-        emb_dim: features of a head that do.
+        emb_dim: features of a head that rotate.
         cu_seqlens_q: int32 ``[sequences + 1]``, where whole sequences start.
         cp_rank: this rank; with cu_seqlens_q.
         cp_size: ranks that share each sequence; with cu_seqlens_q.
         rotary_interleaved: must be False.
 
     Returns:
-        t itself, whose pairs are halves now.
+        t itself, whose pairs are now (j, j + emb_dim / 2) of the rotated features.
 
     Raises:
         TypeError, ValueError: an argument is not allowed; nothing has been written.
@@ -96,17 +97,17 @@ def fused_apply_mla_rope_for_kv(  # noqa: PLR0913 - the arguments of Megatron
     Args:
         kv: ``[s, b, h, k_dim + v_dim]``, or with cu_seqlens_kv ``[t, h, k_dim + v_dim]``; any strides.
         k_pos_emb: ``[s, b, 1, emb_dim]`` or ``[t, 1, emb_dim]``; any strides.
-        cos: ``[rows, 1, 1, emb_dim]``, any float dtype; entries of halves, of which the two of a pair may differ; and
+        cos: ``[rows, 1, 1, emb_dim]``, any float dtype; entries j and j + emb_dim / 2 belong to a pair, and may differ.
         sin: like cos.
         emb_dim: features of k_pos_emb.
-        k_dim: features of each head of kv that are the key's.
-        v_dim: those that are the value's.
+        k_dim: features of each head of kv that belong to the key.
+        v_dim: features of each head of kv that belong to the value.
         cu_seqlens_kv: int32 ``[sequences + 1]``, where whole sequences start.
         cp_rank: this rank; with cu_seqlens_kv.
         cp_size: ranks that share each sequence; with cu_seqlens_kv.
         rotary_interleaved: must be False.
-        out_key: a tensor that the key is copied to, and returned in; together with
-        out_value: the same of the value.
+        out_key: a tensor that the key is copied to, and returned in; given together with out_value.
+        out_value: the same for the value.
 
     Returns:
         key ``[..., h, k_dim + emb_dim]`` and value ``[..., h, v_dim]``.
@@ -163,7 +164,7 @@ def fused_apply_mla_rope_for_kv(  # noqa: PLR0913 - the arguments of Megatron
 
 
 class _Kept(torch.autograd.Function):
-    """Results in memory that is given again in the next step: the tensors given stay without a graph, as Megatron leaves them."""
+    """Copies results into the caller's tensors, which the next step gives again: these have no graph, as in Megatron."""
 
     @staticmethod
     def forward(  # type: ignore[override]

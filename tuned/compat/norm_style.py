@@ -1,7 +1,7 @@
-"""Find what a norm module computes, by calling it, and whether ``tuned.dispatch.qk_norm_rope`` may stand for it.
+"""Find what a norm module computes, by calling it, and whether ``tuned.dispatch.qk_norm_rope`` may replace it.
 
-transformers has about a hundred classes of the RMSNorm. They differ in the name of eps, in whether the weight is added to
-one, and in where they round; and what is called q_norm may also be a LayerNorm, or have no weight at all.
+transformers has about a hundred RMSNorm classes. They differ in the name of eps, in whether the weight is added to one,
+and in where they round. A module named q_norm may also be a LayerNorm, or have no weight at all.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from typing import Any
 import torch
 from torch.nn.modules import module as of_modules
 
-_FLIPPED = 0.02  # of the values: as many may be rounded the other way, by another order of adding up squares
-_OTHER_EPS = 0.75  # to see which attribute is the eps
+_FLIPPED = 0.02  # fraction of values that may be rounded the other way, because squares are summed in another order
+_OTHER_EPS = 0.75  # a second value, to find which attribute is the eps
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
 class NormStyle:
-    """What the RMSNorm of a module is, but for its weight, which is looked up when it is called."""
+    """How a module computes its RMSNorm. The values of weight and eps are not kept: each call looks them up."""
 
-    kind: type  # of the module
-    forward: Callable[..., Any]  # of that class when it was called
-    weight: str  # name of its parameter
-    size: int  # of it
-    eps: str  # name of its attribute
+    kind: type  # class of the module
+    forward: Callable[..., Any]  # the forward of that class when the style was found
+    weight: str  # name of the parameter
+    size: int  # numbers in the weight
+    eps: str  # name of the attribute
     zero_centered: bool  # multiplies by 1 + weight
-    rounding: str  # as of qk_norm_rope
+    rounding: str  # as for qk_norm_rope
 
     def alike(self, other: NormStyle) -> bool:
-        """Whether one call can take both norms, if their eps are equal."""
+        """Whether one call can compute both norms, if their eps are equal."""
         return (self.zero_centered, self.rounding) == (other.zero_centered, other.rounding)
 
 
 def style_of(norm: torch.nn.Module) -> NormStyle | str:
-    """What a module computes, or why it is no norm that ``qk_norm_rope`` takes."""
+    """The style of a module, or why it is no norm that ``qk_norm_rope`` can compute."""
     reason = _unusable(norm)
     if reason is not None:
         return reason
@@ -56,7 +56,7 @@ def style_of(norm: torch.nn.Module) -> NormStyle | str:
 
 
 def ready(norm: Any, style: NormStyle) -> bool:
-    """Whether a module is still what its style was found for, and nothing wants to see it called."""
+    """Whether a module is still as it was when its style was found, and no hook waits for its call."""
     kind = type(norm)
     if kind is not style.kind or kind.forward is not style.forward or "forward" in norm.__dict__:
         return False
@@ -69,7 +69,7 @@ def ready(norm: Any, style: NormStyle) -> bool:
 
 
 def _unusable(norm: torch.nn.Module) -> str | None:
-    """Why a module cannot be replaced whatever it computes."""
+    """Why a module cannot be replaced, whatever it computes; or None."""
     parameters = list(norm._parameters.values())  # noqa: SLF001
     one = parameters[0] if len(parameters) == 1 else None
     if one is None or one.dim() != 1 or not one.is_floating_point() or not one.numel():
@@ -114,7 +114,7 @@ def _agree(norm: torch.nn.Module, style: NormStyle) -> bool:
         x = x * torch.tensor([1e-3, 1.0, 30.0], dtype=torch.float32).view(1, 3, 1, 1)
         for eps, training in itertools.product((None, _OTHER_EPS), (False, True)):
             module = _with(norm, style, weight, eps)
-            module.training = training  # not train(): the modules inside, of which there are none, are the caller's
+            module.training = training  # not train(): that would reach modules inside, which belong to the caller
             found = module.forward(x.clone())
             if type(found) is not torch.Tensor or found.shape != x.shape or found.dtype != x.dtype:
                 return False

@@ -1,8 +1,8 @@
 """Find how a function ``apply_rotary_pos_emb`` rotates, by calling it, and do the same with ``tuned.dispatch.rope_qk``.
 
 transformers has about two hundred functions of that name, and remote code of models has more. They differ in the pairs
-(halves of the features, or adjacent features), in what cos and sin hold, in whether head_dim may exceed their width, and in
-the sign of the angle.
+(halves of the features, or adjacent features), in what cos and sin hold, in whether head_dim may exceed the width of
+cos and sin, and in the sign of the angle.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class Norm:
 
 @dataclass(frozen=True)
 class Found:
-    """What a function of a modeling file does, and a function that does the same."""
+    """How a function of a modeling file rotates, and our function that does the same."""
 
     style: Style
-    takes: tuple[str, ...]  # its parameters
+    takes: tuple[str, ...]  # parameters of the original
     ours: Callable[..., Any]
 
 
 def replacement(model: torch.nn.Module, namespace: dict[str, Any], name: str) -> Callable[..., Any] | str:
-    """A function that does by ``rope_qk`` what the one of this name in a modeling file does, or why there is none.
+    """A function that does with ``rope_qk`` what the one of this name in a modeling file does, or why there is none.
 
     Calls with shapes that ``rope_qk`` does not take go to the original.
     """
@@ -64,9 +64,9 @@ def replacement(model: torch.nn.Module, namespace: dict[str, Any], name: str) ->
 
 
 def find(model: torch.nn.Module, namespace: dict[str, Any], name: str) -> Found | str:
-    """What the function of this name in a modeling file does and ``replacement``, or why there is none."""
+    """How the function of this name in a modeling file rotates, with its replacement, or why it has no replacement."""
     original = namespace[name]
-    # The kernels package turns a decorated function into a module, which may run a kernel; its class has the function.
+    # The kernels package turns a decorated function into a module, which may run a kernel; its class holds the function.
     plain = functools.partial(type(original).forward, original) if isinstance(original, torch.nn.Module) else original
     parameters = inspect.signature(plain).parameters.values()
     takes = tuple(
@@ -91,7 +91,7 @@ def rotate(  # noqa: PLR0913 - the arguments of the rotation, and the norm befor
     unsqueeze_dim: int,
     norm: Norm | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """The rotated tensors, out of place; None if the shapes are not these.
+    """The rotated tensors, out of place; None if the shapes are not those below.
 
     Args:
         style: how to rotate.
@@ -99,7 +99,7 @@ def rotate(  # noqa: PLR0913 - the arguments of the rotation, and the norm befor
         k: keys, like q except for the number of heads, or None.
         angles: cos and sin, ``[b or 1, s, width]``.
         unsqueeze_dim: the axis of heads, 1 or 2.
-        norm: what is done to q and k before, in the same launch.
+        norm: the norms of q and k, computed before the rotation in the same launch.
     """
     cos, sin = angles
     if unsqueeze_dim not in (1, 2) or q.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:  # noqa: PLR2004
@@ -200,7 +200,7 @@ def _gives_equal_halves(embedding: torch.nn.Module) -> bool:
         types: list[dict[str, str]] = [{"layer_type": kind} for kind in kinds] if by_type else [{}]
         angles = [t.chunk(2, dim=-1) for more in types for t in embedding(x, positions, **more)]
         return bool(angles) and all(torch.equal(first, second) for first, second in angles)
-    except Exception:  # noqa: BLE001 - an embedding of another kind; then each entry is read
+    except Exception:  # noqa: BLE001 - an embedding of another kind: all entries will be read
         return False
 
 
@@ -250,6 +250,6 @@ _MAKERS = {
         "sin",
         "position_ids=None",
         "unsqueeze_dim",
-    ): _for_positions,  # transformers 4, which ignores them
+    ): _for_positions,  # transformers 4, which ignores position_ids
     ("x", "cos", "sin", "unsqueeze_dim"): _for_one,  # Gemma 3n, Gemma 4
 }

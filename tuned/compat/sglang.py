@@ -1,7 +1,7 @@
 """The call of sgl-project/sglang, ``sglang.jit_kernel.diffusion.qknorm_rope.fused_inplace_qknorm_rope``.
 
-It takes any float dtype, width and strides where theirs takes some; a position past the cache gives NaN on a GPU and an error on
-a CPU.
+It takes any float dtype, width and strides; SGLang's function takes only some. A position past the cache gives NaN on a
+GPU and an error on a CPU.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def fused_inplace_qknorm_rope(  # noqa: PLR0913 - the arguments of SGLang
 
     Args:
         q: ``[tokens, heads, head_dim]``.
-        k: likewise, any number of heads.
-        q_weight: of q's norm, ``[head_dim]``.
-        k_weight: of k's.
+        k: like q, any number of heads.
+        q_weight: weight of q's norm, ``[head_dim]``.
+        k_weight: weight of k's norm, ``[head_dim]``.
         cos_sin_cache: ``[rows, rope_dim]``, the cosines of the pairs, then their sines; or, with ``cache_has_full_width``,
-            ``[rows, 2 * rope_dim]``, one of each for every feature.
+            ``[rows, 2 * rope_dim]``, a cosine and a sine for every feature.
         positions: int32 or int64, ``[tokens]``: rows of the cache.
         is_neox: pairs are features (j, j + rope_dim / 2); otherwise (2 j, 2 j + 1).
         eps: added to the mean of the squares.
         head_dim: 0, or the features of a head.
-        rope_dim: 0, or how many of them rotate.
-        round_norm_before_rope: round what the norm gives to the dtype of q.
+        rope_dim: 0, or how many features of a head rotate.
+        round_norm_before_rope: round the result of the norm to the dtype of q.
         cache_has_full_width: see ``cos_sin_cache``.
 
     Raises:

@@ -31,15 +31,15 @@ def apply_rotary_pos_emb(  # noqa: PLR0913 - the arguments of TransformerEngine
             position.
         interleaved: pairs are features (2 j, 2 j + 1); otherwise (j, j + d2 / 2).
         fused: accepted and ignored: there is one implementation, which takes every layout.
-        cu_seqlens: int32 ``[sequences + 1]``, of all ranks together; read for thd only, as theirs.
+        cu_seqlens: int32 ``[sequences + 1]``, of all ranks together; read for thd only, as in TransformerEngine.
         cp_size: ranks of context parallelism; each holds two of 2 * cp_size chunks of every sequence.
         cp_rank: this rank: it holds chunks cp_rank and 2 * cp_size - 1 - cp_rank.
 
     Returns:
         A contiguous tensor like t. Differentiable in t, also with start_positions.
 
-    A position that freqs has no row for gives NaN on a GPU, without reading past freqs. It is an error if shapes or a CPU
-    tensor show it.
+    If freqs has no row for a position, the result is NaN on a GPU; nothing past freqs is read. If shapes or a tensor on
+    a CPU show such a position, it is an error.
 
     Raises:
         TypeError, ValueError: an argument is not allowed; nothing has been written.
@@ -49,31 +49,31 @@ def apply_rotary_pos_emb(  # noqa: PLR0913 - the arguments of TransformerEngine
         dtype = freqs.dtype
     except AttributeError:
         raise no_tensor(freqs=freqs) from None
-    if tensor_format == "bhsd":  # ours alone
+    if tensor_format == "bhsd":  # TransformerEngine lacks it
         raise heads_first()
     return rope(
         t,
         freqs if dtype == torch.float32 else radians(freqs),
         tensor_format=tensor_format,
         interleaved=interleaved,
-        angle_entries="feature",  # as theirs always are
+        angle_entries="feature",  # as TransformerEngine's angles always are
         offset=0 if start_positions is None else start_positions,
         cu_seqlens=cu_seqlens if tensor_format == "thd" else None,
         cp_size=cp_size,
         cp_rank=cp_rank,
-    ).contiguous()  # theirs is, whatever t's strides, and callers view it
+    ).contiguous()  # as TransformerEngine's result is, whatever t's strides; callers take views of it
 
 
 def heads_first() -> ValueError:
-    """The error of a tensor_format that is ours alone."""
+    """The error for tensor_format "bhsd", which ``tuned.dispatch`` has and TransformerEngine lacks."""
     return ValueError(
         "tensor_format must be one of ('sbhd', 'bshd', 'thd'), got 'bhsd': pass t.transpose(1, 2) and tensor_format=\"bshd\""
     )
 
 
 def radians(freqs: torch.Tensor) -> torch.Tensor:
-    """Angles in float32, which a complex number is not: .float() drops its imaginary part."""
-    if not isinstance(freqs, torch.Tensor):  # an array, which has a dtype too
+    """Angles in float32. Complex ones are refused, since .float() would drop their imaginary part."""
+    if not isinstance(freqs, torch.Tensor):  # a NumPy array has a dtype too
         raise no_tensor(freqs=freqs)
     if freqs.is_complex():
         raise TypeError(

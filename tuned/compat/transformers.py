@@ -1,6 +1,6 @@
 """Hugging Face transformers on tuned's RoPE kernels: for a loaded model, or as a layer for the kernels package.
 
-For a model, a block, or all of what a process runs::
+For a model, for a block, or for everything in a process::
 
     patch = use_tuned_rope(model)        # the model's own apply_rotary_pos_emb becomes tuned.dispatch.rope_qk
     ...
@@ -11,13 +11,13 @@ For a model, a block, or all of what a process runs::
     register_kernel_layer()              # or, where transformers runs with the kernels package: the layer "rotary_pos_emb"
     kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="cuda")
 
-It replaces ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)`` of the modeling files
-(transformers/models/*/modeling_*.py), which attention looks up there at each call. How each function rotates is found by
-calling it on a few random numbers (``tuned.compat.rotary_style``); one that does something else is left alone.
+It replaces ``apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)`` in the modeling files
+(transformers/models/*/modeling_*.py), where attention looks it up at each call. A call on a few random numbers shows
+how each function rotates (``tuned.compat.rotary_style``); a function that does something else is left alone.
 
-Attention that takes the RMSNorm of queries and keys before it rotates them (Qwen 3, Gemma 3, OLMo 2, ...) does both by
-``tuned.dispatch.qk_norm_rope``, in one launch. For that its class gets another ``forward``, which is derived from its own
-(``tuned.compat.attention``); what its norms compute is found by calling them (``tuned.compat.norm_style``).
+Some attention computes an RMSNorm of queries and keys before it rotates them (Qwen 3, Gemma 3, OLMo 2, ...). It does
+both with ``tuned.dispatch.qk_norm_rope``, in one launch: its class gets a ``forward`` that is derived from the original
+(``tuned.compat.attention``). Calls of the norms show what they compute (``tuned.compat.norm_style``).
 
 The arithmetic is float32 with one rounding to q's dtype; a low-precision model itself rounds every product.
 """
@@ -38,32 +38,33 @@ from tuned.compat.rotary_style import Found, Style, find, rotate
 
 _lock = threading.Lock()
 _replaced: dict[tuple[int, str], _Replaced] = {}  # by identity of the namespace, and name
-_fused: dict[type, FusedForward] = {}  # by the class in which the forward lies
+_fused: dict[type, FusedForward] = {}  # by the class that defines the forward
 
 
 def use_tuned_rope(model: torch.nn.Module) -> RopePatch:
     """Make a loaded model rotate q and k with ``tuned.dispatch.rope_qk``: in one launch, out of place.
 
-    It patches the modeling files, so it serves all models of these files in the process, compiled ones after a
-    recompilation, until every patch is undone. Calls with shapes that the kernels do not take (cos without a batch axis, q
-    and k of different lengths) go to the model's own function.
+    It patches the modeling files, so it serves all models of these files in the process, until every patch is undone;
+    compiled models are served after a recompilation. Calls with shapes that the kernels do not take (cos without a
+    batch axis, q and k of different lengths) go to the model's own function.
 
-    The norms of this model's queries and keys go into that launch, where they are RMSNorms of heads, or of all heads together,
-    and the text of the attention's forward shows that nothing but the rotation sees what they give. Norms are not called then;
-    their weights and eps are looked up each time. A norm that has a hook, or that is no longer the module it was, is called.
-    Norms of other models of the same files are called too.
+    The norms of this model's queries and keys are computed in the same launch if they are RMSNorms of heads, or of all
+    heads together, and the text of the attention's forward shows that only the rotation reads their results. The norm
+    modules are then not called; their weights and eps are looked up at each call. A norm that has a hook, or that is no
+    longer the module that was found, is called. Norms of other models of the same files are called too.
 
     Args:
         model: any module with attention from transformers inside; on any device, in any mode.
 
     Returns:
         The patch: ``undo()``, or leaving a ``with`` block, undoes it. ``functions`` are the full names of the replaced
-        functions; ``kept`` maps the others to the reason. ``fused`` are the names in the model of the attention whose norms
-        are taken with its rotation; ``unfused`` maps others that have norms to the reason.
+        functions; ``kept`` maps the others to the reason. ``fused`` are the names, in the model, of the attention
+        modules whose norms are computed with the rotation; ``unfused`` maps others that have norms to the reason.
 
     Raises:
         TypeError: model is not a torch.nn.Module.
-        ValueError: no attention of this model can be served; the message names its class and the reason. Nothing changed.
+        ValueError: no attention of this model can be served; the message names the model's class and the reason.
+            Nothing changed.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself")
@@ -98,16 +99,16 @@ def kernel_mapping(*device_types: str) -> dict[str, dict[str, Any]]:
     """``RotaryPosEmb`` as ``kernels.register_kernel_mapping`` and ``kernels.use_kernel_mapping`` take it.
 
     Args:
-        device_types: what it is for, as the kernels package names them; "cuda" if none is given.
+        device_types: the device types that it serves, as the kernels package names them; "cuda" if none is given.
     """
     return {"rotary_pos_emb": dict.fromkeys(device_types or ("cuda",), _Repository())}
 
 
 def register_kernel_layer(*device_types: str) -> None:
-    """Make ``RotaryPosEmb`` what ``kernels.kernelize`` puts in place of "rotary_pos_emb", in training and inference.
+    """Make ``kernels.kernelize`` put ``RotaryPosEmb`` in place of "rotary_pos_emb", in training and inference.
 
-    Follows kernels.register_kernel_mapping. transformers' own ``model.set_use_kernels(True)`` registers its mapping over
-    this one: call ``kernels.kernelize`` itself.
+    It calls kernels.register_kernel_mapping. ``model.set_use_kernels(True)`` of transformers registers its own mapping
+    over this one, so call ``kernels.kernelize`` instead.
 
     Args:
         device_types: as for ``kernel_mapping``.
@@ -125,7 +126,7 @@ def register_kernel_layer(*device_types: str) -> None:
 
 
 def _rotary_calls(kind: type) -> Iterator[tuple[dict[str, Any], str]]:
-    """The functions that the methods of a class look up to apply rotary embeddings, as (namespace, name)."""
+    """(namespace, name) of each function that the methods of a class look up to apply rotary embeddings."""
     for base in kind.__mro__[: kind.__mro__.index(torch.nn.Module)]:
         for method in vars(base).values():
             function = inspect.unwrap(method) if inspect.isfunction(method) else None
@@ -151,7 +152,7 @@ _Fusable = dict[FusedForward, dict[torch.nn.Module, tuple[str, Norms]]]
 
 
 def _norms_to_fuse(model: torch.nn.Module, found: dict[tuple[int, str], _Replaced]) -> tuple[_Fusable, dict[str, str]]:
-    """The attention modules whose norms can be taken with their rotation, by forward; and why those of others cannot."""
+    """(forward -> attention modules whose norms can be fused with their rotation, name of any other -> the reason)."""
     fusable: _Fusable = {}
     unfused: dict[str, str] = {}
     forwards: dict[type, FusedForward | str] = dict(_fused)
@@ -162,7 +163,7 @@ def _norms_to_fuse(model: torch.nn.Module, found: dict[tuple[int, str], _Replace
         owner, rotary = at
         rotation = found.get((id(inspect.unwrap(vars(owner)["forward"]).__globals__), rotary))
         if rotation is None or isinstance(rotation.found, str):
-            continue  # of which patch.kept tells
+            continue  # patch.kept has the reason
         if owner not in forwards:
             forwards[owner] = forward_of(owner, rotary, rotation.found)
         forward = forwards[owner]
@@ -181,7 +182,7 @@ class _Replaced:
     namespace: dict[str, Any]  # the file's globals
     name: str
     original: Any
-    found: Found | str  # what it does, with the replacement, or why there is none
+    found: Found | str  # how the original rotates, with the replacement, or why it has none
     users: int = 0  # patches that are not undone yet
 
     @property
@@ -205,9 +206,9 @@ class RopePatch(contextlib.AbstractContextManager["RopePatch"]):
         unfused: dict[str, str],
     ) -> None:
         self.functions = tuple(sorted(one.where for one in replaced))  # full names
-        self.kept = dict(sorted(kept.items()))  # full names of what was left as it is, and why
-        self.fused = fused  # names in the model of the attention whose norms are taken with its rotation
-        self.unfused = unfused  # names of attention that has norms and takes them as before, and why
+        self.kept = dict(sorted(kept.items()))  # full name of each function that was left as it is -> the reason
+        self.fused = fused  # names, in the model, of the attention modules whose norms are computed with the rotation
+        self.unfused = unfused  # name of each attention module whose norms are still called -> the reason
         self._replaced, self._forwards = replaced, forwards
 
     def undo(self) -> None:
@@ -242,10 +243,10 @@ class RopePatch(contextlib.AbstractContextManager["RopePatch"]):
 class RotaryPosEmb(torch.nn.Module):
     """The layer "rotary_pos_emb" of transformers, for the kernels package.
 
-    It rotates the halves of q and k by cos and sin as wide as the head. So do all layers of that name in transformers but
-    three, for which there is ``use_tuned_rope``: those of gpt-oss and the privacy filter, whose cos is half as wide, are
-    refused; nanochat's rotates by the negative angle, which a layer without state cannot know. It has no method but
-    forward, as kernels.kernelize requires.
+    It rotates the halves of q and k by cos and sin as wide as the head, as all layers of that name in transformers do
+    except three. For those three use ``use_tuned_rope``: calls from gpt-oss and the privacy filter, whose cos is half
+    as wide, are refused; nanochat rotates by the negative angle, which a layer without state cannot know. The class has
+    no method but forward, as kernels.kernelize requires.
     """
 
     has_backward = True
@@ -264,7 +265,7 @@ class RotaryPosEmb(torch.nn.Module):
             unsqueeze_dim: the axis of heads, 1 or 2.
 
         Raises:
-            ValueError: the shapes are not these.
+            ValueError: the shapes differ from those above.
         """
         out = rotate(Style(interleaved=False, entries="feature"), q, k, (cos, sin), unsqueeze_dim)
         if out is None:
@@ -277,7 +278,7 @@ class RotaryPosEmb(torch.nn.Module):
 
 
 class _Repository:
-    """A layer repository for the kernels package, whose protocol is ``load``."""
+    """A layer repository for the kernels package, which calls its ``load``."""
 
     def load(self) -> type[torch.nn.Module]:
         return RotaryPosEmb

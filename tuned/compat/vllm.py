@@ -1,7 +1,7 @@
 """The calls of vllm-project/vllm: ``rotary_embedding``, ``fused_qk_norm_rope`` and ``reshape_and_cache_flash`` of ``vllm._custom_ops``.
 
-The first two differ from theirs in three ways: positions may be int32; tensors may have any strides, as far as they can be seen by heads;
-and a position past the cache gives NaN on a GPU (theirs reads past it) and an error on a CPU.
+The first two differ from vLLM's in three ways: positions may be int32; tensors may have any strides that allow a view
+by heads; and a position past the cache gives NaN on a GPU (vLLM reads past the cache) and an error on a CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tuned.calls.rope import append
 from tuned.calls.rope.arguments import whole_number
 from tuned.dispatch import qk_norm_rope, rope_qk
 
-STYLES = "pass True for halves, False for adjacent pairs"  # what is_neox says
+STYLES = "pass True for halves, False for adjacent pairs"  # meaning of is_neox
 
 
 def rotary_embedding(  # noqa: PLR0913 - the arguments of vLLM
@@ -28,12 +28,13 @@ def rotary_embedding(  # noqa: PLR0913 - the arguments of vLLM
     rope_dim_offset: int = 0,
     inverse: bool = False,  # noqa: FBT001, FBT002
 ) -> None:
-    """Rotate query, and key if there is one, in place and in one launch.
+    """Rotate query, and key if there is one, in place, in one launch.
 
     Args:
         positions: int32 or int64, ``[tokens]`` or ``[batch, seq]``: rows of the cache.
-        query: ``[tokens, heads * head_size]`` or ``[tokens, heads, head_size]``; with positions ``[batch, seq]`` these
-            two axes for tokens. Strides are free, but the features of a token that are one axis must be so in memory.
+        query: ``[tokens, heads * head_size]`` or ``[tokens, heads, head_size]``; with positions ``[batch, seq]``, these
+            two axes replace tokens. Strides are free, but the features of a token that are one axis must be so in
+            memory.
         key: like query, any number of heads; or None.
         head_size: features of a head.
         cos_sin_cache: ``[rows, rotary_dim]``, cosines of the pairs, then their sines, any float dtype.
@@ -107,12 +108,12 @@ def fused_qk_norm_rope(  # noqa: PLR0913 - the arguments of vLLM
         num_heads_v: heads of the value.
         head_dim: features of a head.
         eps: added to the mean of the squares.
-        q_weight: of the query's norm, ``[head_dim]``.
-        k_weight: of the key's.
+        q_weight: weight of the query's norm, ``[head_dim]``.
+        k_weight: weight of the key's norm, ``[head_dim]``.
         cos_sin_cache: ``[rows, rotary_dim]``, cosines of the pairs, then their sines, any float dtype.
         is_neox: pairs are features (j, j + rotary_dim / 2); otherwise (2 j, 2 j + 1), GPT-J.
         position_ids: int32 or int64, ``[tokens]``: rows of the cache.
-        forced_token_heads_per_warp: of their kernel; it says nothing here.
+        forced_token_heads_per_warp: a setting of vLLM's kernel; ignored here.
 
     Raises:
         TypeError, ValueError: an argument is not allowed; nothing has been written.
@@ -138,7 +139,7 @@ def fused_qk_norm_rope(  # noqa: PLR0913 - the arguments of vLLM
         )
     try:
         packed = qkv.view(qkv.shape[0], heads, head_dim)
-    except RuntimeError:  # strides that no view has, or none at all
+    except RuntimeError:  # strides that allow no such view, or no strides at all
         check_dense({"qkv": qkv})
         raise
     qk_norm_rope(
@@ -165,7 +166,7 @@ def reshape_and_cache_flash(  # noqa: PLR0913 - the arguments of vLLM
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
 ) -> None:
-    """Write key and value to the pages of a cache; by PyTorch's own operators, since nothing is rotated.
+    """Write key and value to the pages of a cache, with PyTorch's operators, since nothing is rotated.
 
     ``tuned.dispatch.rope_append_`` does this and the rotation before it in one launch.
 
@@ -174,11 +175,11 @@ def reshape_and_cache_flash(  # noqa: PLR0913 - the arguments of vLLM
         value: like key.
         key_cache: ``[pages, page_size, heads, head_size]``, any strides.
         value_cache: like key_cache.
-        slot_mapping: int32 or int64, at most ``[tokens]``: page * page_size + slot of the first tokens. A negative one, and one past
-            the last page, is written nowhere.
+        slot_mapping: int32 or int64, at most ``[tokens]``: page * page_size + slot of the first tokens. A token whose
+            number is negative, or past the last page, is written nowhere.
         kv_cache_dtype: "auto": caches have the dtype of key; "fp8" or "fp8_e4m3": torch.float8_e4m3fn, or its bytes as uint8.
-        k_scale: float32, one number or one a head: float8 caches hold key / k_scale.
-        v_scale: the same of value.
+        k_scale: float32, one number or one per head: float8 caches hold key / k_scale.
+        v_scale: the same for value.
 
     Raises:
         TypeError, ValueError: an argument is not allowed; nothing has been written.
@@ -217,8 +218,8 @@ def _by_head(tensor: torch.Tensor, positions: torch.Tensor, head_size: int, name
     try:
         return tensor.view(*tensor.shape[:-1], tensor.shape[-1] // head_size, head_size)
     except (TypeError, RuntimeError):
-        # Asked now, since to ask before would cost each call time: an array, or a tensor without strides.
+        # An array, or a tensor without strides: checked only after the failure, since a check would cost each call time.
         check_dense({name: tensor})
-        if isinstance(tensor, torch.Tensor):  # of strides that no view by heads has
+        if isinstance(tensor, torch.Tensor):  # its strides allow no view by heads
             raise
         raise no_tensor(**{name: tensor}) from None

@@ -26,7 +26,7 @@ LEAST_SHARED = (0, 120)  # capabilities with the least shared memory: a variant 
 def shared_limit(capability: int) -> int:
     """Bytes of shared memory that a program may have on a compute capability.
 
-    One that is not in the table counts as its generation's: 12.0 and later, 10.0, or what has least.
+    A capability that is not in the table counts as 12.0 if it is later, as 10.0 if it is above 9.0, else as the one with least.
     """
     like = 120 if capability >= 120 else 100 if capability > 90 else 0  # noqa: PLR2004 - 12.0, 9.0
     return 1024 * SHARED_KIB.get(capability, SHARED_KIB[like])

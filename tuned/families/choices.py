@@ -1,4 +1,4 @@
-"""Declare a knob where its field is: its choices, and its default, which it has if nothing was tuned."""
+"""Declare a knob where its field is: its choices, and the default that it has if nothing was tuned."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 def one_of(*choices: Any, default: Any, older: bool = False) -> Any:
     """A dataclass field that takes one of ``choices``, and ``default`` if nothing is known.
 
-    ``older``: there are records from before the knob was, whose kernels did what its default does.
+    ``older``: some records are older than the knob, and their kernels did what its default does.
 
     Raises:
         ValueError: if the default is not among the choices.

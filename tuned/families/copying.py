@@ -12,11 +12,10 @@ ROWS, COLUMNS = 16, 128  # of a program's tile
 
 
 class Rows(NamedTuple):
-    """How the rows of y are made of those of x; all in elements. Strides of a last axis are 1.
+    """How the rows of y are made from those of x; all in elements. Strides of a last axis are 1.
 
-    Row i of y is row ``i % group`` of group ``i // group`` of x, or row ``last`` if that is less; the first ``held`` of a group are.
-    Each row of y is parts of ``width``, of which x has the first ``given``. Whatever y does not get of x is 0, or all bits set if
-    ``bits`` is -1.
+    Row i of y is row ``min(i % group, last)`` of group ``i // group`` of x, if ``i % group`` is below ``held``. A row of y is parts
+    of ``width`` elements, of which x has the first ``given``. What y does not get from x is 0, or has all bits set if ``bits`` is -1.
     """
 
     rows: int
@@ -33,7 +32,7 @@ class Rows(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """Programs that make them."""
+        """Programs that make the rows of y."""
         return ceil_div(self.rows, ROWS) * ceil_div(self.columns, COLUMNS)
 
 
@@ -41,7 +40,7 @@ NOTHING = Rows(0, 1, 0, 0, 0, 0, 0, 1, 1, 0)
 
 
 def padded(shape: Sequence[int], strides: Sequence[int], width: int, parts: int = 1) -> Rows:
-    """A tensor ``[groups, rows, features]`` whose rows, of so many parts, are made contiguous ones of parts of another width."""
+    """Rows that copy a tensor ``[groups, rows, features]`` to contiguous rows, each of its ``parts`` to one of another width."""
     groups, rows, features = shape
     return Rows(
         groups * rows,
@@ -58,12 +57,12 @@ def padded(shape: Sequence[int], strides: Sequence[int], width: int, parts: int 
 
 
 def filled(rows: int, columns: int, bits: int) -> Rows:
-    """A tensor of so many rows, one after the other, with all bits alike."""
+    """Rows that fill a contiguous tensor of so many rows with equal bits."""
     return Rows(rows, 1, 0, 0, 0, 0, columns, columns, columns, 0, bits)
 
 
 def copy_launch(copies: Sequence[tuple[Any, Any, Rows]]) -> Launch:
-    """The launch of up to six (x, y, rows), tensors of integers of one item size; y stands for x where x has nothing."""
+    """The launch of up to six copies (x, y, rows), of integers of one item size; where nothing is read of x, y stands for it."""
     assert 0 < len(copies) <= MOST
     every = (*copies, *((*copies[0][:2], NOTHING),) * (MOST - len(copies)))
     return Launch(

@@ -9,7 +9,7 @@ from typing import Any
 
 from tuned.families.launch import Step
 
-BUILT_IN = "tuned"  # home of the families that ship with it
+BUILT_IN = "tuned"  # home of the families that ship with this package
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,18 +19,18 @@ class Model:
     kernels: Callable[[Any, Any, Any], dict[str, float]]  # (spec, size, variant) -> amounts
     library: Callable[
         [Any, Any], tuple[str, dict[str, float]]
-    ]  # (spec, size) -> which weights, amounts of PyTorch's own
+    ]  # (spec, size) -> which weights, amounts of PyTorch's operator
     projection: Callable[[Any, Any], dict[str, float]]  # (spec, size) -> amounts of what runs beside the kernels
     candidates: Callable[[Any, Any, int, int], tuple[Any, ...]]  # (spec, size, capability, multiprocessors) -> variants
-    handicap: Callable[[Any, Any], float]  # (variant, variant -> octaves to a row that it won) -> a factor of its time
+    handicap: Callable[[Any, Any], float]  # (variant, variant -> octaves to a row that it won) -> factor on its time
     octaves: Callable[[Any, Any, Any, Any], float]  # (spec, size, another spec, its size) -> how far they are apart
     margin: Callable[
         [Any, Any], float
-    ]  # (spec, variant) -> of PyTorch's time, what it may be thought to take to be chosen
-    alike: Callable[[Any], Any]  # (size) -> one that stands for all lengths for which the pick is the same
-    covers: Callable[[Any], bool]  # (variant) -> whether ``kernels`` is true of it
-    # (spec, size) -> the variant with a product of the library and a kernel for each step, and its amounts; None if it is none, or
-    # was not measured
+    ]  # (spec, variant) -> the largest part of PyTorch's time that the variant's estimate may be if it is to be chosen
+    alike: Callable[[Any], Any]  # (size) -> the size that stands for all lengths that share its pick
+    covers: Callable[[Any], bool]  # (variant) -> whether ``kernels`` describes it
+    # (spec, size) -> the variant with a product of the library and a kernel for each step, and its amounts; None if it does not take
+    # the spec, or was not measured
     steps: Callable[[Any, Any], tuple[Any, dict[str, float]] | None]
 
 
@@ -54,23 +54,23 @@ class Family:
         [Any, Any], tuple[str, ...]
     ]  # (spec, variant) -> modules in ``kernels`` of its home, in order
     launches: Callable[..., tuple[Step, ...]]  # (spec, variant, call) -> all steps, in order
-    # (spec of a row, spec, size, octaves between) -> why the row does not say that a kernel beats PyTorch's own there, or None
+    # (spec of a row, spec, size, octaves between) -> why the row does not say that a kernel beats PyTorch's operator there, or None
     doubt: Callable[[Any, Any, Any, float], str | None] | None = None
-    # (row, spec, size) -> the lead over PyTorch's own that the row must have for each octave to a call; None: that of every family
+    # (row, spec, size) -> the lead over PyTorch's operator that the row must have for each octave to a call; None: the usual lead
     lead: Callable[[Any, Any, Any], float | None] | None = None
-    # (spec, size) -> what PyTorch's own takes at least, us, whatever a row says that its kernels take
+    # (spec, size) -> the least time of a call of PyTorch's operator, us, whatever a row says that its kernels take
     least_us: Callable[[Any, Any], float] | None = None
-    # (spec, size, variant) -> why a call takes the host longer with the variant than PyTorch's own does, or None
+    # (spec, size, variant) -> why a call takes the host longer with the variant than with PyTorch's operator, or None
     spends: Callable[[Any, Any, Any], str | None] | None = None
     # (variant of a row, spec, size, multiprocessors) -> the variant as a call of that size needs it
     sized: Callable[[Any, Any, Any, int], Any] | None = None
     reach: float = math.inf  # octaves: a call further than that from every row gets the default variant
-    model: Model | None = None  # of its time, if calls without a row are served by one
+    model: Model | None = None  # of the time, if a model serves calls without a row
     home: str = BUILT_IN  # the package whose ``kernels`` and ``tables`` are those of this family
 
 
 def brought(family: Family, variant: Any, spec: Any, to: Any, capability: int) -> Any:
-    """A variant that was tuned for one spec, brought to another on any card: what the card lacks depends on that other."""
+    """A variant that was tuned for one spec, brought to another spec and any GPU: what a GPU lacks depends on the new spec."""
     return family.fit(family.adapt(variant, spec, to), to, capability)
 
 

@@ -1,4 +1,4 @@
-"""A family from outside of this package: one module that says all of it, and a folder beside it for what is generated.
+"""A family from outside of this package: one module that describes it, and a folder beside it for generated files.
 
 The module is the whole description: ``Outside`` lists what it must have, ``OPTIONAL`` what it may have. Its kernels, record
 and tables lie in ``home_folder`` of its file, so families of one name in two packages never meet.
@@ -35,7 +35,7 @@ class FamilyError(TypeError):
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What a Size may derive from: sizes that a kernel takes at run time, all of them integers."""
+    """A base class for a Size: the sizes that a kernel takes at run time, all of them integers."""
 
     @property
     def tokens(self) -> int:
@@ -45,7 +45,7 @@ class Size:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What a Variant may derive from: knobs, each a field that is declared by ``one_of``."""
+    """A base class for a Variant: its fields are knobs, each declared by ``one_of``."""
 
     @property
     def simplicity(self) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class Outside(Protocol):
 
 
 REQUIRED = ("Spec", "Size", "Variant", "TEXT", "call", "launches", "inputs", "reference", "bytes_moved", "problems")
-# Each has a default: generator.workload and this module have those of what tuning and dispatch ask for.
+# Each has a default: in generator.workload for what tuning asks for, in this module for what dispatch asks for.
 OPTIONAL = {
     "rejection": "(spec, size or None, variant, capability) -> why a variant is not tried, or None",
     "default_variant": "(spec, size or None) -> a variant that is legal on any GPU",
@@ -92,7 +92,7 @@ OPTIONAL = {
     "gradient": "(gradient of the result, *arguments) -> a gradient, or None, for each argument",
     "operations": "(spec, size) -> floating-point operations of a call, for the estimate",
     "small": "(size, variant) -> a size for the interpreter",
-    # What the built-in families say beside these, for a finer estimate, search or page; as Family and Workload have them.
+    # What the built-in families have beside these, for a finer estimate, search or page: see Family and Workload.
     "adapt": "(variant, its spec, another spec) -> the variant for the other spec",
     "fit": "(variant, spec, capability) -> the variant, without what the architecture lacks for this spec",
     "kernel_names": "(spec, variant) -> the kernels, in order, where there are several",
@@ -116,7 +116,7 @@ DOCUMENTED = "docs/own-kernel.md describes each"
 
 
 def load(name: str) -> types.ModuleType:
-    """The module of a family: the path of a file or of a package's folder, or the dotted name of a module.
+    """The module of a family, by the path of a file or of a package's folder, or by the dotted name of a module.
 
     Raises:
         FamilyError: there is none, or it cannot be imported.
@@ -157,7 +157,7 @@ def _digest(path: Path) -> str:
 
 
 def _home(folder: Path) -> str:
-    """The package that the generated modules of a folder are imported from; its name is of no other folder."""
+    """The package that the generated modules of a folder are imported from; no other folder has its name."""
     name = f"_tuned_{_digest(folder)}"
     if name not in sys.modules:
         package = types.ModuleType(name, f"What was generated in {folder}.")
@@ -182,7 +182,7 @@ def described(module: types.ModuleType) -> Family:
     file = Path(str(module.__file__)).resolve()
     name, text, variant_type = family_name(file), tuple(module.TEXT), module.Variant
     own: Callable[..., str | None] = getattr(module, "rejection", lambda *_: None)
-    whole = len(inspect.signature(own).parameters) > 4  # noqa: PLR2004 - it asks for the multiprocessors too
+    whole = len(inspect.signature(own).parameters) > 4  # noqa: PLR2004 - ``rejection`` takes the multiprocessors too
 
     def rule(spec: Any, size: Any, variant: Any, capability: int, multiprocessors: Any = None) -> str | None:
         reason = own(spec, size, variant, capability, *([multiprocessors] if whole else []))

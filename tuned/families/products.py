@@ -1,4 +1,4 @@
-"""What the families share that multiply inputs by weights: dtypes, precisions, segments side by side, and limits of tiles."""
+"""What families that multiply inputs by weights share: dtypes, precisions, segments side by side, and limits of tiles."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes
 PRECISIONS = ("ieee", "tf32")  # of float32 products
 MAX_SEGMENTS = 4  # inputs that the kernels take side by side
 WAVE = 132  # programs that start together: the multiprocessors of an H200
-VECTOR_ROWS = 8  # with more rows the tensor cores are faster, even if most of theirs are empty
+VECTOR_ROWS = 8  # with more rows the tensor cores are faster, even if most of their rows are empty
 VECTOR_REGISTERS = 168  # per thread for weights and sums, of 255
 MAX_VECTOR_BLOCKS = 64  # blocks of K, which are unrolled
 
 
-FAR = 4.0  # octaves: of what is further away a row says nothing
-ALIGNED_BYTES = 16  # of a row of weights or inputs, or its elements are loaded one by one
-SLIM_ROWS, SLIM_WIDTH = 2, 128  # up to either, loads one by one cost little
+FAR = 4.0  # octaves: a row says nothing of calls that are further away
+ALIGNED_BYTES = 16  # rows of weights or inputs that are no multiple of this are loaded an element at a time
+SLIM_ROWS, SLIM_WIDTH = 2, 128  # with at most so many rows, or so wide, loads of single elements cost little
 CALLED_PRODUCTS = (
     2**23
-)  # rows by weights, up to which a kernel ends before the host of a call is done with PyTorch's own
-CALLED_ROWS = 4  # in float32, whose products are no matter of tensor cores: of more, deep ones take up to 220 us
+)  # rows times weights, up to which a kernel ends before the host is done with a call of PyTorch's operator
+CALLED_ROWS = 4  # in float32, whose products do not use tensor cores: with more rows, deep ones take up to 220 us
 
 
 def doubt(row: Any, spec: Any, size: Rows, octaves: float) -> str | None:
-    """Why the time of one shape, a row's, does not say that a kernel is faster than PyTorch's own at another; or None.
+    """Why a row's time does not say that a kernel is faster than PyTorch's operator at another shape, or None.
 
-    For a CUDA graph, where the time of the device counts alone.
-    Specs have ``dtype``, ``precision``, ``inputs`` and ``widths``. From 210 random shapes on an H200: docs/decisions/0050.
+    This is for CUDA graphs, where only the device's time counts. Specs have ``dtype``, ``precision``, ``inputs`` and ``widths``.
+    The rules are from 210 random shapes on an H200: docs/decisions/0050.
     """
     if _precision(row) != _precision(spec):
         return "products of another precision take another time"
@@ -57,9 +57,9 @@ def _slim(spec: Any, size: Rows) -> bool:
 
 
 def as_called(family: Any, host_us: float, float32_rows: float = math.inf) -> Any:
-    """The family of calls outside of CUDA graphs, of which the host takes longer for PyTorch's own: ``host_us`` at least.
+    """The family for calls outside of CUDA graphs, where PyTorch's operator takes the host ``host_us`` at least.
 
-    ``float32_rows``: of calls of more in float32, any row does not speak.
+    Small calls (CALLED_PRODUCTS) trust every row of their precision. ``float32_rows``: in float32, calls of more rows do not.
     """
     doubts = family.doubt
 
@@ -114,7 +114,7 @@ class Segments:
 
 
 def check_products(dtype: str, widths: tuple[int, ...], precision: str) -> None:
-    """Raise ValueError unless products over such inputs have kernels: spec fields of GruCellSpec and LinearCatSpec."""
+    """Check fields of GruCellSpec or LinearCatSpec: raise ValueError unless products over such inputs have kernels."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {DTYPES}, got {dtype!r}")
     if not 1 <= len(widths) <= MAX_SEGMENTS or min(widths) < 1:

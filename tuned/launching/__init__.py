@@ -1,1 +1,1 @@
-"""How compiled kernels are launched: the launchers, plans of known calls, overwriting, and limits on resident programs."""
+"""How compiled kernels are launched: the launchers, plans of repeated calls, overwriting, and limits on resident programs."""

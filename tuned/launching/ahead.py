@@ -1,8 +1,8 @@
 """Compile launches ahead of calls: side by side in processes, into Triton's cache, then into this process' kernels.
 
-Triton's compiler holds the GIL nearly all the time: two threads take as long as one. So each kernel that Triton's cache lacks
-is compiled by a process of its own kind (``compiling``), or here, whoever is free; this process then reads it from the cache.
-Which kernel a launch needs Triton itself says: its hook ``jit_cache_hook`` hands out what its ``preload`` compiles.
+Triton's compiler holds the GIL nearly all the time: two threads take as long as one. So compiler processes (``compiling``) and
+this process share out the kernels that Triton's cache lacks; this process then reads them from the cache. Triton itself says
+which kernel a launch needs: it hands its hook ``jit_cache_hook`` what its ``preload`` compiles.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class _Task(NamedTuple):
 
 
 def compile_ahead(noted: Iterable[Noted], processes: int | None = None) -> Compiled:
-    """Compile what launches need, so that they compile nothing, and load it on their GPUs.
+    """Compile the kernels of launches, so that the launches compile nothing, and load the kernels on their GPUs.
 
     Args:
         noted: the launches.
-        processes: how many processes compile beside this one at most; by default as many as there are other cores.
+        processes: at most how many processes compile beside this one; by default as many as there are other cores.
 
     Raises:
         Exception: what the launch itself would raise, of Triton's compiler or of a kernel that does not fit the GPU.
@@ -68,7 +68,7 @@ def compile_ahead(noted: Iterable[Noted], processes: int | None = None) -> Compi
     missing = [task for task in tasks if not _is_cached(task)]
     if processes is None:
         processes = min(_cores() - 1, MOST_PROCESSES)
-    each = {(task.data, str(task.target)): task for task in missing}  # GPUs of one model need the same
+    each = {(task.data, str(task.target)): task for task in missing}  # GPUs of one model need the same kernel
     _compile(list(each.values()), processes)
     kernels = [(task.noted.device, _warmed(task.noted)) for task in tasks]
     _load(kernels)
@@ -78,7 +78,7 @@ def compile_ahead(noted: Iterable[Noted], processes: int | None = None) -> Compi
 
 
 def _cores() -> int:
-    """The cores that this process may use; 1 where no process can be ended with what it started."""
+    """The cores that this process may use; 1 where a process cannot be ended together with those that it started."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
@@ -124,7 +124,7 @@ def _asked(noted: Iterable[Noted]) -> tuple[list[_Task], tuple[str, ...]]:
 
 
 def _is_cached(task: _Task) -> bool:
-    """Whether Triton's cache has a kernel. Where this Triton cannot be asked, False: then it is compiled, or found, elsewhere."""
+    """Whether Triton's cache has a kernel. False if this Triton cannot be asked: ``_compile`` then compiles or finds it."""
     try:
         from triton.compiler import ASTSource, make_backend  # noqa: PLC0415
         from triton.runtime.cache import get_cache_key, get_cache_manager  # noqa: PLC0415
@@ -162,7 +162,7 @@ def _started() -> subprocess.Popen[bytes]:
         [sys.executable, "-I", str(Path(compiling.__file__))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is for this process alone, which ends them with their ptxas
+        start_new_session=True,  # Ctrl-C is for this process alone, which ends the compilers and their ptxas
     )
 
 
@@ -172,7 +172,7 @@ def _compilers(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     started: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count if sys.executable else 0):
-            started.append(_started())  # noqa: PERF401 - one by one: what is started is ended
+            started.append(_started())  # noqa: PERF401 - one by one: if one fails to start, those before it are ended
         yield started
     finally:
         for one in started:
@@ -187,11 +187,11 @@ def _compilers(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def _ask(compiler: subprocess.Popen[bytes], waiting: collections.deque[_Task]) -> None:
-    """Have a process compile what waits, one after the other, until nothing does or the process is lost."""
+    """Have a process compile the waiting kernels one after the other, until none is left or the process is lost."""
     requests, answers = compiler.stdin, compiler.stdout
     assert requests is not None
     assert answers is not None
-    # Lost (OSError, EOFError) or ended by Ctrl-C while it is asked (ValueError): this process compiles what it was at.
+    # If it is lost (OSError, EOFError), or ended by Ctrl-C while it is asked (ValueError), this process compiles its kernel.
     with contextlib.suppress(OSError, EOFError, ValueError, pickle.UnpicklingError):
         pickle.dump(sys.path, requests)
         while True:
@@ -208,7 +208,7 @@ def _ask(compiler: subprocess.Popen[bytes], waiting: collections.deque[_Task]) -
 
 
 def _load(kernels: list[tuple[int, Any]]) -> None:
-    """Make compiled kernels ready to launch. Triton 3.6 has a C compiler build a launcher of each signature: side by side."""
+    """Make compiled kernels ready to launch, side by side: Triton 3.6 has a C compiler build a launcher for each signature."""
 
     def load(given: tuple[int, Any]) -> None:
         device, kernel = given

@@ -1,9 +1,9 @@
-"""Calls known again at once: one C function compares a call's tensors with those of a call before.
+"""Recognise a repeated call at once: one C function compares its tensors with those of an earlier call.
 
-It is ``TensorGuards``, torch's own of its guards of compiled code, and not public. It knows types, dispatch keys (so modes,
-transforms, and what is negated or conjugated lazily), dtypes, devices, shapes, strides and who requires a gradient, and keeps no
-tensor. Where there is none, or it takes other arguments, calls are known by their properties alone, as every call is the first
-two times.
+The function is a method of ``TensorGuards``, a private class of torch for the guards of compiled code. It compares types,
+dispatch keys (so modes, transforms, and lazy negation and conjugation), dtypes, devices, shapes, strides and which tensors
+require a gradient, and keeps no tensor. If this torch has no such class, or one that takes other arguments, calls are
+recognised by their properties alone, as every call is the first two times.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 
 from tuned.launching.plan import ALIGNED_BYTES, remember
 
-MOST = 4  # kinds of tensors of one key
-SELDOM = 64  # calls of further kinds, after which the oldest of a key makes room
+MOST = 4  # kinds of tensors remembered for one key
+SELDOM = 64  # one in so many calls of further kinds replaces the oldest kind of its key
 Alike = Callable[..., Any]
 
 _Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)  # noqa: SLF001
@@ -30,10 +30,10 @@ def learn(
 ) -> None:
     """Let calls with tensors like these find their plan in ``table``, among the pairs (alike, plan) of ``key``.
 
-    ``alike(*tensors)`` is whether a call's are: None where these are None, else alike in all that a kernel may depend on. If they
-    are, it gives the addresses of those that are not None; with ``addresses=False``, for a plan that takes no addresses and so
-    does not depend on their alignment, True. The key is what else a plan depends on, with whether gradients are enabled if it
-    depends on that.
+    ``alike(*tensors)`` is true for tensors that are None where these are None, and else like these in all that a kernel may depend
+    on. It then returns the addresses of those that are not None. With ``addresses=False`` it returns True: for a plan that takes
+    no addresses, and so does not depend on their alignment. ``key`` is what else a plan depends on, including whether gradients
+    are enabled if the plan depends on that.
     """
     if _Guards is None:
         return
@@ -42,7 +42,7 @@ def learn(
         if next(_crowded) % SELDOM:
             return
         found = found[1:]
-    # Where nothing compares them, that is remembered too: trying takes longer than a call.
+    # If no comparison can be built, remember that too: trying again takes longer than a call.
     remember(table, key, (*found, (_compare(tensors, addresses) or _never, plan)))
 
 
@@ -51,8 +51,8 @@ def _never(*_tensors: Any) -> bool:
 
 
 def _compare(tensors: Sequence[torch.Tensor | None], addresses: bool) -> Alike | None:  # noqa: FBT001
-    """The function ``alike`` of ``learn``; None if there is none for these."""
-    firsts = [next((i for i, other in enumerate(tensors) if other is t), 0) for t in tensors]  # of those that are one
+    """The function ``alike`` of ``learn``; None if it cannot be built for these tensors."""
+    firsts = [next((i for i, other in enumerate(tensors) if other is t), 0) for t in tensors]  # first index of each
     apart = [t for i, t in enumerate(tensors) if t is not None and firsts[i] == i]
     try:
         sizes = {
@@ -64,7 +64,7 @@ def _compare(tensors: Sequence[torch.Tensor | None], addresses: bool) -> Alike |
         places = tuple(None if t is None else firsts[i] for i, t in enumerate(tensors))
         alike = _written(places, offsets if any(offsets) else None, addresses)(check)
         return alike if alike(*tensors) else None
-    except (TypeError, ValueError, RuntimeError, SystemError):  # of another torch
+    except (TypeError, ValueError, RuntimeError, SystemError):  # another torch has other guards
         return None
 
 
@@ -74,11 +74,11 @@ def _written(
     offsets: tuple[int, ...] | None,
     addressed: bool,  # noqa: FBT001
 ) -> Callable[[Any], Alike]:
-    """What makes ``alike`` of a check of tensors. Written out: loops over the tensors would triple its time.
+    """A function that makes ``alike`` from a check of TensorGuards. Its code is written out: loops would triple its time.
 
-    ``places`` has for each argument the place of the first that is the same tensor, or None where none is given; the check takes
-    the first ones. ``offsets``: of their addresses from multiples of ALIGNED_BYTES; None if all are 0. ``addressed``: it gives
-    the addresses.
+    ``places``: for each argument, the index of the first argument that is the same tensor, or None if it is None; the check takes
+    those first arguments. ``offsets``: how far their addresses are from multiples of ALIGNED_BYTES; None if all are 0.
+    ``addressed``: ``alike`` returns the addresses.
     """
     names = [f"t{i}" for i in range(len(places))]
     apart = [names[i] for i, place in enumerate(places) if place == i]

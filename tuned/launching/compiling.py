@@ -1,7 +1,7 @@
-"""What a process runs that compiles kernels into Triton's cache: ``tuned.launching.ahead`` starts this file.
+"""The program of a process that compiles kernels into Triton's cache: ``tuned.launching.ahead`` starts this file.
 
-It imports Triton and the files of kernels alone, neither torch nor this package: it is ready in a fraction of a second, and
-no GPU is asked for anything.
+It imports only Triton and the files of kernels, neither torch nor this package. So it is ready in a fraction of a second,
+and asks no GPU for anything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Driver:
-    """All that Triton asks of a GPU's driver to compile: for which GPU."""
+    """A stand-in for Triton's driver of a GPU: to compile, Triton asks it for which GPU, and nothing else."""
 
     def __init__(self, target: Any, device: int) -> None:
         self.target, self.device = target, device
@@ -31,7 +31,7 @@ class Driver:
 
 @functools.cache
 def module(name: str, file: str) -> Any:
-    """The module of a file with kernels, without what the packages that it lies in import."""
+    """The module of a file with kernels, loaded without importing the packages that it lies in."""
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -43,10 +43,10 @@ def module(name: str, file: str) -> Any:
 def main() -> None:
     """Compile what comes by standard input until that ends; answer each request with what went wrong, or nothing."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what Triton prints is no answer
+    os.dup2(2, 1)  # what Triton prints must not mix with the answers
     requests = sys.stdin.buffer
     sys.path[:] = pickle.load(requests)  # noqa: S301 - of the process that started this one
-    from triton.backends.compiler import GPUTarget  # noqa: PLC0415 - it is found now
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415 - it is found now that sys.path is set
     from triton.runtime import driver  # noqa: PLC0415
 
     while True:
@@ -58,7 +58,7 @@ def main() -> None:
         try:
             driver.set_active(Driver(GPUTarget(*target), device))
             getattr(module(name, file), function).preload(data)
-        except Exception as error:  # noqa: BLE001 - who asked compiles it again, and has the error
+        except Exception as error:  # noqa: BLE001 - the process that asked compiles it again, and gets the error
             wrong = f"{type(error).__name__}: {error}"
         pickle.dump(wrong, answers)
         answers.flush()

@@ -1,8 +1,9 @@
 """Launch kernels: through Triton's public launcher (``kernel[grid](...)``), or directly by the compiled kernel's launcher.
 
-A public launch costs about 10 us of Python, most of it to find the compiled kernel, which a dictionary lookup has found
-already. The compiled kernel's ``run`` costs less than 4 us. Its arguments differ between Triton versions. So it is probed
-once per device, on a tiny kernel whose result is known; if the result is wrong, every launch is public.
+A public launch costs about 10 us of Python, most of it to find the compiled kernel, which a caller with a plan has found by
+a dictionary lookup already. The compiled kernel's ``run`` costs less than 4 us. Its arguments differ between Triton
+versions. So ``run`` is probed once per device, on a tiny kernel whose result is known; if the result is wrong, every launch
+is public.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ def kernel(name: str) -> Any:
 def _offsets_of_64_bits() -> Iterator[None]:
     """Inside, Triton compiles for an AMD GPU as for tensors of any size.
 
-    Else it keeps offsets of 32 bits where each storage has up to 2 GiB. Nothing that calls are known again by tells such kernels
-    apart, and those that choose between two tensors do not compile so: docs/decisions/0085.
+    Otherwise Triton uses offsets of 32 bits where each storage has up to 2 GiB. The keys of repeated calls do not tell such
+    kernels apart, and kernels that choose between two tensors do not compile with them: docs/decisions/0085.
     """
-    import triton  # noqa: PLC0415 - of a launch, which has it
+    import triton  # noqa: PLC0415 - a launch needs it anyway
 
     amd = triton.knobs.amd
     with amd.scope():
@@ -60,7 +61,7 @@ def launch_public(function: Any, launch: Launch) -> Any:
     """Launch through Triton's public launcher; returns the compiled kernel.
 
     Raises:
-        NotedError: this thread listens, and the launch was noted instead; or its kernel, one of ours, does not compile.
+        NotedError: this thread listens, and the launch was noted instead; or its kernel, one of this package, does not compile.
     """
     if (heard := listening()) is not None:
         heard.note(function, launch)
@@ -85,7 +86,7 @@ def _launch_committed(launch: Launch) -> Any:
 
 
 def run_step(step: Step, launch: Callable[[Launch], Any] = _launch_committed) -> Any:
-    """Run one step of a call on the current stream. Kernels run by ``launch``; by default the committed one, publicly.
+    """Run one step of a call on the current stream. ``launch`` launches kernels; by default the committed one, publicly.
 
     It does not synchronize with the GPU, allocate or compute gradients, so it can be captured in a CUDA graph. It returns
     what ``launch`` returns, or None for other steps.
@@ -157,7 +158,7 @@ def will_probe(device: int) -> bool:
 def _probe(device: int) -> bool:
     launch = probe_launch(f"cuda:{device}")
     freqs, cos, sin, *numbers = launch.arguments
-    # Whoever looks for calls that wait for the GPU means their own: this is one wait of a process, within a call that has run.
+    # The mode helps users to find calls of their own that wait for the GPU. The probe waits once, within a call that has run.
     mode = torch.cuda.get_sync_debug_mode()
     if mode:  # to set the mode, even to what it is, warns that it is a prototype
         torch.cuda.set_sync_debug_mode(0)

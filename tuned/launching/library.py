@@ -1,8 +1,8 @@
 """PyTorch's libraries of products (cuBLAS) and of recurrences (cuDNN), set up before a CUDA graph needs them.
 
-PyTorch sets each up at its first use in a thread, which fails while a graph is captured. So callers warm up. But in a graph another
-form may serve than in the calls that warmed up: products of the library and a kernel, where cuDNN or kernels alone served before; or
-cuDNN, where kernels did.
+PyTorch sets each library up at its first use in a thread, which fails while a graph is captured. So callers warm up. But a graph
+may need a library that the warm-up calls did not use: cuBLAS for the products beside a kernel, where cuDNN or kernels alone served
+the calls; or cuDNN, where kernels did.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 from tuned.launching.plan import listeners
 
 _THREAD = threading.local()  # ``done``: what a thread has set up, and for which GPU
-_WITH_GRADIENTS: set[tuple[Any, int]] = set()  # what the thread of gradients has; there is one of a process and GPU
+_WITH_GRADIENTS: set[tuple[Any, int]] = set()  # the same for autograd's thread, of which a process has one for each GPU
 _LOCK = threading.Lock()
 
 
 def set_up(device: torch.device, *, gradients: bool = False) -> None:
-    """Set the library of products up on a GPU for this thread, and for that of ``gradients``.
+    """Set the library of products up on a GPU for this thread, and with ``gradients`` for autograd's thread.
 
-    Nothing in a capture, where it is too late, nor under modes that listen, which would be told of operators that nobody called. Where
-    it cannot be, say for want of memory, a call that needs no product goes on; it is tried again at the next.
+    It does nothing during a capture, where it is too late, nor under dispatch modes, which would see operators that nobody called.
+    If it fails, say for want of memory, a call that needs no product goes on; the next call tries again.
     """
     _set_up(_products, device, gradients)
 
 
 def set_up_recurrences(device: torch.device, *, gradients: bool = False) -> None:
-    """``set_up`` of the library of recurrences, which takes some 100 ms and 28 MiB of a GPU, once: only where a graph may need it."""
+    """``set_up`` of the library of recurrences. Once, it takes some 100 ms and 28 MiB of a GPU: only where a graph may need it."""
     if torch.backends.cudnn.enabled:
         _set_up(_recurrences, device, gradients)
 
@@ -54,13 +54,13 @@ def _set_up(library: Callable[[torch.device], None], device: torch.device, gradi
 
 
 def _products(device: torch.device) -> None:
-    # The first launch of a thread gives it a context, without which the library warns.
+    # The first launch in a thread gives the thread a context, without which the library warns.
     torch.zeros((), device=device)
     torch.cuda.current_blas_handle()
 
 
 def _recurrences(device: torch.device) -> None:
-    """One step of one unit. Its weights lie as cuDNN wants them, or PyTorch warns that they do not."""
+    """Run one step of one unit. The weights lie in memory as cuDNN wants them; otherwise PyTorch warns."""
     numbers = torch.zeros(14, device=device)
     weights = [numbers[:3].view(3, 1), numbers[3:6].view(3, 1), numbers[6:9], numbers[9:12]]
     with torch.no_grad(), torch.autocast(device.type, enabled=False):

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-# What torch.autograd.graph.increment_version calls; it saves half a microsecond. Not every torch version has it.
+# torch.autograd.graph.increment_version calls this; calling it directly saves half a microsecond. Not every torch version has it.
 _increment: Callable[[Any], None] = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)  # noqa: SLF001
 
 
 def apart(t: torch.Tensor) -> torch.Tensor:
-    """A result that is a view, as a tensor of its own in the same memory.
+    """The result t or, if t is a view, a tensor of its own in the same memory.
 
-    What is made inside of an autograd node may be overwritten by its caller, as by ``q.mul_(scale)``; a view made there may not.
+    A caller may overwrite a result of an autograd node, as by ``q.mul_(scale)``, but not a view that was made inside of the node.
     """
     return t.data if t._is_view() else t  # noqa: SLF001 - no public way to ask
 
@@ -42,10 +42,10 @@ def bump_all(tensors: tuple[torch.Tensor, ...]) -> None:
 def overwrite(t: torch.Tensor, value: torch.Tensor) -> None:
     """``t.copy_(value)``, in the autograd graph.
 
-    A write to another view of the same tensor, by a value that needs a gradient, makes t need one: autograd notices when it is asked
-    for t's history, and copy_ would take t for a leaf before that.
+    If a value that needs a gradient was written to another view of the same tensor, t needs a gradient too. Autograd notices only
+    when it is asked for t's history; before that, copy_ would take t for a leaf.
     """
-    if torch.is_grad_enabled():  # without, it would refuse a view that was made so
+    if torch.is_grad_enabled():  # without gradients, autograd would refuse a view that was made without gradients
         _ = t.grad_fn
     t.copy_(value)
 
@@ -62,7 +62,7 @@ def refuse_inference(*tensors: torch.Tensor | None) -> None:
 def refuse_overwrite(x: torch.Tensor, *, by_gradient: bool = False) -> None:
     """Raise RuntimeError, before any write, if overwriting x would lose or falsify a gradient.
 
-    ``by_gradient``: what is written needs a gradient, whether x does or not.
+    ``by_gradient``: the value that is written needs a gradient, whether x does or not.
     """
     if not torch.is_grad_enabled() or not (x.requires_grad or by_gradient):
         return

@@ -1,4 +1,7 @@
-"""What plans share: the modes and tensor traits that a call's key holds, and direct launches of one C call each."""
+"""What plans share: the modes and tensor traits that a call's key holds, and direct launches of one C call each.
+
+A plan is the function that a repeated call runs without checks; it is kept under the call's key.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ from tuned.launching.launcher import (
 )
 from tuned.launching.rehearsal import listening
 
-ALIGNED_BYTES = 16  # of an address, as Triton specialises on it
-# Errors of building the key of a call from what is not a plain tensor: the checks say what is wrong, or eager takes it.
+ALIGNED_BYTES = 16  # Triton specialises on whether this divides an address
+# Errors of building a call's key from something that is no plain tensor: the checks say what is wrong, or eager takes it.
 NO_KEY = (AttributeError, RuntimeError, TypeError)
 MAX_PLANS = 4096  # plans per table: a decode loop needs a handful, and one more for each new length
 
@@ -51,8 +54,8 @@ def modes(device: int) -> tuple[Any, ...] | None:
 def bypassed() -> str | None:
     """Why a launch would bypass torch.func, forward-mode AD or torch.jit tracing, in words; or None.
 
-    ``modes`` asks the same where a call is known, and of dispatch modes too: it is written out there, since a function
-    called would cost time.
+    ``modes`` tests the same for repeated calls, and dispatch modes too. It has the tests written out, since calling a
+    function would cost time.
     """
     if transforms_active() or forward_ad._current_level >= 0:  # noqa: SLF001
         return "a transform of torch.func or forward-mode differentiation is active"
@@ -60,9 +63,9 @@ def bypassed() -> str | None:
 
 
 def left_alone() -> bool:
-    """Whether torch.export, or ``bypassed``, is active where torch.compile traces; it asks once, and keeps the answer in its graph.
+    """Whether torch.export is active, or ``bypassed`` has a reason. torch.compile asks once, and keeps the answer in its graph.
 
-    What it traces may not ask torch.compiler.is_exporting() itself: with torch 2.11 that is always true there.
+    Code that torch.compile traces may not call torch.compiler.is_exporting() itself: with torch 2.11 it is always true there.
     """
     return torch.compiler.is_exporting() or bypassed() is not None
 
@@ -76,7 +79,7 @@ def traits(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def may_be_negative(t: torch.Tensor) -> bool:
-    """Whether strides allow that a tensor is the imaginary part of a conjugated one, which PyTorch negates lazily.
+    """Whether a tensor's strides could be those of the imaginary part of a conjugated tensor, which PyTorch negates lazily.
 
     Kernels read memory as it is. Calling ``is_neg()`` for every tensor of every call would cost more than calling it only
     for those with such strides.
@@ -127,14 +130,14 @@ def direct_launch(launch: Launch, compiled: Any, device: int) -> DirectLaunch | 
     return DirectLaunch(run, compiled.function, head, launch.programs, rest, raw_stream(), *chains)
 
 
-# What Triton lets the code of a kernel know of one argument, which is another kernel for each: the dtype of a tensor, "i32" or
-# "i64", or the Python type of anything else; whether it is the integer 1, and so a constant; whether 16 divides the address or
-# the integer. A plain tuple: a class would triple the time, and every launch of a long GRU asks for 20.
+# What Triton specialises a kernel on for one argument, with another compiled kernel for each kind: the dtype of a tensor, "i32"
+# or "i64", or the Python type of anything else; whether it is the integer 1, which becomes a constant; whether 16 divides the
+# address or the integer. A plain tuple: a class would triple the time, and every launch of a long GRU asks for 20.
 Kind = tuple[Any, bool, bool]
 
 
 def kind_of(value: Any, specialised: bool = True) -> Kind:  # noqa: FBT001, FBT002 - mapped over arguments
-    """The kind of an argument; of an integer whose parameter is do_not_specialize, only its width is known."""
+    """The kind of an argument; of an integer whose parameter is do_not_specialize, the code depends on the width alone."""
     if isinstance(value, int):
         width = "i32" if -(2**31) <= value < 2**31 else "i64"
         return (width, value == 1, not value % ALIGNED_BYTES) if specialised else (width, False, False)
@@ -144,7 +147,7 @@ def kind_of(value: Any, specialised: bool = True) -> Kind:  # noqa: FBT001, FBT0
 
 
 def specialisation(launch: Launch) -> tuple[Kind, ...]:
-    """What Triton specialises a kernel on, of a launch's arguments."""
+    """The kinds of a launch's arguments, on which Triton specialises the kernel."""
     return tuple(map(kind_of, launch.arguments, _specialised(launch.kernel)))
 
 
@@ -162,15 +165,16 @@ _KNOWN: dict[Any, Any] = {}  # properties of a launch -> (compiled kernel, its d
 
 
 def maker(shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None) -> Callable[[], torch.Tensor]:
-    """What makes contiguous tensors of a shape, on the device of ``like`` and of its dtype or another; in a third of the time of ``new_empty``.
+    """A function that makes contiguous tensors of a shape on the device of ``like``, in a third of the time of ``new_empty``.
 
-    Call it only where that device is the current one, and no mode or transform is active: it asks none of them.
+    Their dtype is that of ``like`` unless ``dtype`` is given. Call the function only where that device is the current one and no
+    mode or transform is active: it consults none of them.
     """
     return _maker(tuple(shape), torch.empty(tuple(shape), device="meta").stride(), like.device, dtype or like.dtype)
 
 
 def maker_like(t: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What makes the tensors that ``empty_like`` of t makes, in half of its time. Call it only where ``maker`` may be."""
+    """A function that does what ``empty_like(t)`` does, in half of its time. Call it only where that of ``maker`` may be called."""
     strides = t.stride() if t.is_contiguous() else torch.empty_like(t, device="meta").stride()
     return _maker(tuple(t.shape), strides, t.device, t.dtype)
 
@@ -186,9 +190,9 @@ def _maker(
 
 @functools.cache
 def _quick_empty(kind: str) -> Callable[..., torch.Tensor] | None:
-    """What the code of torch.compile makes tensors by: not public, and in half the time of ``torch.empty_strided``.
+    """The private function by which torch.compile's code makes tensors, in half the time of ``torch.empty_strided``.
 
-    None if this torch has none, or another one.
+    None if this torch has no such function, or one that does something else.
     """
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)  # noqa: SLF001
     quick: Callable[..., torch.Tensor] | None = getattr(guards, f"_empty_strided_{kind}", None)
@@ -237,7 +241,7 @@ def capturing(x: torch.Tensor) -> bool:
 
 
 def outside_of_graphs(plan: Any) -> Any:
-    """The same plan, which leaves a call that a CUDA graph captures to be decided again."""
+    """The same plan, but it returns None for a call that a CUDA graph captures, so that this call is decided again."""
 
     def plan_of_a_call(*given: Any) -> Any:
         return None if _capturing() else plan(*given)
@@ -246,7 +250,7 @@ def outside_of_graphs(plan: Any) -> Any:
 
 
 def of_calls_alone(make: Callable[[DirectLaunch], Any], public: Any) -> tuple[Any, Any]:
-    """``make`` and ``public`` of ``run_and_keep``, for plans that leave a call in a CUDA graph to be decided again."""
+    """``make`` and ``public`` of ``run_and_keep``, for plans that are ``outside_of_graphs``."""
     return (lambda direct: outside_of_graphs(make(direct))), outside_of_graphs(public)
 
 
@@ -258,7 +262,7 @@ def remember(plans: dict[Any, Any], key: Any, plan: Any) -> None:
 
 
 def keep(plans: dict[Any, Any], key: Any, make: Callable[[], Any], given: Callable[..., Any], *arguments: Any) -> None:
-    """Remember what calls like one that was served do: the plan that ``make`` gives, if ``key`` and it are not None.
+    """Remember under ``key`` the plan that ``make`` gives, for later calls like this one; not if the key or the plan is None.
 
     ``arguments`` are what the plan would take for this call, and ``given(*arguments)`` the tensors among them.
     """
@@ -278,7 +282,7 @@ def run_and_keep(  # noqa: PLR0913 - a call, as the kernel took it and as it was
     given: Callable[..., Any],
     *arguments: Any,
 ) -> None:
-    """Run the steps of a call publicly, and ``keep`` the plan: ``make`` of its direct launch; ``public`` if it can have none."""
+    """Run the steps of a call publicly, and ``keep`` its plan: ``make(its direct launch)``, or ``public`` if it can have none."""
     addresses = [
         [(t.data_ptr(), t.get_device()) for t in tensors if t is not None] for tensors in (given(*arguments), taken)
     ]

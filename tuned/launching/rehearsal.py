@@ -1,7 +1,7 @@
-"""Calls that tell what they would launch instead of launching it: what tuned.warm listens to.
+"""Calls that note what they would launch instead of launching it: tuned.warm listens to them.
 
-While a thread listens, each launch that may have to be compiled is noted, and PyTorch's own operators serve its call: a
-model runs on with true values. Launches of plans, whose kernels are compiled, are made as always.
+While a thread listens, each launch that may have to be compiled is noted, and PyTorch's operators serve its call: a user's
+model goes on with true values. Plans launch as always, since their kernels are compiled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tuned.families.launch import Launch
 
 
 class NotedError(RuntimeError):
-    """A launch was noted, or could not be compiled, instead of made: PyTorch's own must serve the call. No caller of ours sees it."""
+    """A launch was not made, but noted, or does not compile: PyTorch's operators must serve the call. No user sees this error."""
 
 
 class Pointer:
@@ -29,11 +29,11 @@ class Pointer:
         self.dtype, self._address, self._bytes = tensor.dtype, tensor.data_ptr(), tensor.untyped_storage().nbytes()
 
     def data_ptr(self) -> int:
-        """The address, of which Triton asks whether 16 divides it."""
+        """The address: Triton asks whether 16 divides it."""
         return self._address
 
     def ptr_range(self) -> int:
-        """The bytes that can be reached, of which Triton asks on AMD whether they are below 2**31."""
+        """The bytes of the storage: on AMD, Triton asks whether they are below 2**31."""
         return self._bytes
 
 
@@ -52,7 +52,7 @@ class Heard:
 
     gradients: bool = False  # note what gradients of the calls would launch, too
     launches: list[Noted] = dataclasses.field(default_factory=list)
-    left: Counter[str] = dataclasses.field(default_factory=Counter)  # calls that PyTorch's own serves, with why
+    left: Counter[str] = dataclasses.field(default_factory=Counter)  # calls that PyTorch's operators serve, with why
 
     def note(self, function: Any, launch: Launch, device: int | None = None) -> None:
         """Note a launch, by default on the device of its tensors."""
@@ -63,14 +63,14 @@ class Heard:
 
 
 class _Here(threading.local):
-    heard: Heard | None = None  # found faster than an attribute that a thread lacks
+    heard: Heard | None = None  # a default of the class: to find that a thread lacks an attribute takes longer
 
 
 HERE = _Here()
 
 
 def listening() -> Heard | None:
-    """What this thread notes to, or None: calls launch. During the capture of a CUDA graph, which keeps what runs, they do."""
+    """Where this thread notes launches; None if it launches, as always during the capture of a CUDA graph, which keeps what runs."""
     heard = HERE.heard
     if heard is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return None
@@ -88,6 +88,6 @@ def listen(heard: Heard | None) -> Iterator[None]:
 
 
 def note_left(call: str, x: torch.Tensor, why: str) -> None:
-    """Note, if this thread listens, that PyTorch's own serves a call of x."""
+    """Note, if this thread listens, that PyTorch's operators serve a call of x."""
     if (heard := listening()) is not None:
         heard.left[f"{call} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')}: {why}"] += 1

@@ -2,7 +2,7 @@
 
 A program that waits for others must be resident together with them. So such a launch is cooperative, with at most one
 program per multiprocessor. A green context has fewer multiprocessors than its GPU reports, and only the driver knows how
-many: it is asked when a call is decided. If it cannot be asked, the first launch that fails tells, and is not repeated.
+many: it is asked when a call is decided. If it cannot be asked, the first launch that fails shows it; none like it is tried again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def forbid(device: int) -> None:
 
 
 def place(device: int) -> Any:
-    """What the choice of a variant depends on besides its device; False until a limit was met anywhere."""
+    """The limit that the choice of a variant depends on besides its device; False until a limit was met anywhere."""
     return bool(_SEEN) and allowed(device)
 
 
@@ -55,7 +55,7 @@ def allowed(device: int) -> int | None:
         return _PLACES[here]
     limit = _multiprocessors(device)
     if limit is None and _SEEN and torch.cuda.is_current_stream_capturing():
-        # No launch may fail during graph capture, which has its own stream: take the limit of this context's others.
+        # A graph capture has a stream of its own, and no launch may fail in it: take the limit of this context's other streams.
         return min((n for p, n in list(_PLACES.items()) if p[:2] == here[:2] and n is not None), default=None)
     _note(here, limit)
     return limit

@@ -1,8 +1,8 @@
 """Kernels that Triton cannot compile, or a GPU cannot hold: PyTorch's own operators serve their calls.
 
-Another version of Triton may break on a text that ours compiles: 3.6 did, on rows of 6 features in float32. Nothing that the
-caller sees has been written by then, and whoever makes a call has PyTorch's operators at hand, as for launches that are only
-noted. Kernels from outside of this package have no such way back: what the compiler says of them is raised.
+Another version of Triton may fail to compile a kernel that ours compiles: 3.6 did, on rows of 6 features in float32. By then
+nothing that the caller sees has been written, so the code that launches falls back to PyTorch's operators, as it does for
+launches that are only noted. Kernels from outside of this package have no such fallback: their compiler errors are raised.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ _UNCOMPILED: dict[Any, str] = {}  # properties of a launch -> what Triton said o
 
 
 class UncompiledError(NotedError):
-    """A kernel does not compile: PyTorch's own must serve the call. No caller of ours sees it."""
+    """A kernel does not compile: PyTorch's operators must serve the call. No user sees this error."""
 
 
 def refuse_known(launch: Launch) -> None:
-    """Try no launch again that did not compile, which takes seconds.
+    """Refuse a launch that did not compile before: trying again takes seconds.
 
     Raises:
-        UncompiledError: such a one has been tried.
+        UncompiledError: a launch with the same properties did not compile.
     """
     if _UNCOMPILED and (said := _UNCOMPILED.get(_properties(launch))) is not None:
         raise UncompiledError(said)
 
 
 def remember_failure(launch: Launch, error: Exception) -> None:
-    """If the error is the compiler's, keep that the launch does not compile, and warn once for each kernel.
+    """If the error is the compiler's, remember that the launch does not compile, and warn once for each kernel.
 
     Raises:
-        UncompiledError: it is.
+        UncompiledError: the error is the compiler's.
     """
     if (why := _why(error)) is None:
         return
-    from tuned.launching.plan import remember  # noqa: PLC0415 - which imports the launcher, whose errors these are
+    from tuned.launching.plan import remember  # noqa: PLC0415 - it imports the launcher, which imports this module
     from tuned.lookup.caller import outside  # noqa: PLC0415 - as above
     from tuned.lookup.misses import TunedWarning  # noqa: PLC0415 - as above
 
@@ -67,7 +67,7 @@ def said_of(kernels: Collection[str]) -> str | None:
 
 
 def _why(error: Exception) -> str | None:
-    """What the compiler said, or None if the error is not the compiler's. By names: a newer Triton may have them elsewhere."""
+    """What the compiler said, or None if the error is not the compiler's. Its errors are known by name: a newer Triton may move them."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if not kinds & _KINDS and _SAID not in str(error):
         return None

@@ -1,4 +1,4 @@
-"""Zeros that are only read, such as the first states of a model that is given none: made once, and by no launch after that."""
+"""Zeros that are only read, such as the first states of a model that is given none: made once, then reused without a launch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from tuned.launching.plan import capturing, modes
 
-MOST_BYTES = 2**20  # that are kept of a device
+MOST_BYTES = 2**20  # of zeros that are kept for each device
 MOST_VIEWS = 1024
 
 _KEPT: dict[int, torch.Tensor] = {}  # device -> bytes of 0; captured graphs read them, so kept for good
@@ -20,7 +20,7 @@ def zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """A tensor of zeros on the device of ``like`` and of its dtype, which nobody may write to, save or give to a caller."""
     if like.is_cuda and math.prod(shape) * like.element_size() <= MOST_BYTES and modes(like.get_device()) is not None:
         index = like.get_device()
-        # What keeps them waits for a copy, once.
+        # Making the zeros that are kept waits for a copy, once.
         if index in _KEPT or not (capturing(like) or torch.cuda.get_sync_debug_mode()):
             return _view(tuple(shape), like.dtype, index)
     return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
@@ -32,5 +32,5 @@ def _view(shape: tuple[int, ...], dtype: torch.dtype, index: int) -> torch.Tenso
         if index not in _KEPT:
             # A copy from the CPU has ended when it returns, so that any stream may read it.
             made = torch.zeros(MOST_BYTES, dtype=torch.uint8, device="cpu").to(f"cuda:{index}")
-            _KEPT.setdefault(index, made)  # another thread's may be read already, and by a graph
+            _KEPT.setdefault(index, made)  # those of another thread may be read already, and by a graph
         return _KEPT[index].view(dtype)[: math.prod(shape)].view(shape)

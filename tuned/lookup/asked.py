@@ -1,4 +1,4 @@
-"""A GPU that tuned.explain is asked about, in the place of that of a call's tensors."""
+"""The GPU that tuned.explain is asked about, in place of the GPU of a call's tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ asked = _ASKED.get  # the GPU that is asked about here, or None
 
 @contextlib.contextmanager
 def asking(gpu: Gpu | None) -> Iterator[None]:
-    """Inside, every tensor counts as one of this GPU; None: of its own device, as always."""
+    """Inside, every tensor counts as being on this GPU; with None, on its own device, as always."""
     token = _ASKED.set(gpu)
     try:
         yield

@@ -38,7 +38,7 @@ LAZY = "a tensor has the negative or conjugate bit, which only PyTorch's own ope
 
 
 def why_not_plain(t: torch.Tensor) -> str | None:
-    """Why a kernel, which knows nothing of a tensor but its memory, cannot take it; or None."""
+    """Why a kernel cannot take a tensor, or None: a kernel sees memory alone, so not the rules of a subclass."""
     return None if type(t) in PLAIN else f"{type(t).__name__} is a subclass of Tensor with rules of its own"
 
 

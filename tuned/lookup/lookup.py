@@ -25,7 +25,7 @@ class Gpu:
     capability: int  # 90 is 9.0
     multiprocessors: int
     name: str = ""  # the driver's name for it
-    asked: bool = False  # tuned.explain asks what calls would get there; none is made
+    asked: bool = False  # tuned.explain asks what calls would get on this GPU; no call runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Choice:
     rule: str  # "winner", "nearest size", "closest spec", "similar GPU", "model", "portfolio", "default" or "eager"
     why: str  # a sentence
     variant: Any
-    row: Row | None = None  # the row that it comes from
-    gpu: Gpu | None = None  # the GPU of the call; None for eager, but where PyTorch's own is what is fastest
-    us: float = 0.0  # microseconds that the call is thought to take; 0 if nothing was thought
+    row: Row | None = None  # the row that the choice comes from
+    gpu: Gpu | None = None  # the GPU of the call; None for eager, unless rows or a model prefer PyTorch's operator
+    us: float = 0.0  # estimated microseconds of the call; 0 if there is no estimate
 
 
 def has_rows(gpu: Gpu) -> bool:
@@ -81,7 +81,7 @@ def _choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
             found = _of_another(found, f"no row of {gpu.device} is as near as one of a GPU that is like it")
         if found.variant is not None or found.row is not None:
             return found
-        unsaid = unsaid or found  # its rows do not speak of such a call, and those of another GPU may
+        unsaid = unsaid or found  # this table's rows say nothing of such a call; those of another GPU may
     if unsaid is not None:
         return unsaid
     rows = rows_for(family.name, gpu.capability) if family.home == BUILT_IN else ()
@@ -99,7 +99,7 @@ def _choose(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice:
 
 
 def _by_model(family: Family, spec: Any, size: Any, gpu: Gpu, known: Mapping[str, Table]) -> Choice | None:
-    """The choice for a family that has a model: its row, else what the model picks; or PyTorch's own, if that takes less."""
+    """The choice for a family that has a model: a row, else the model's pick, or PyTorch's operator if it takes less."""
     if model.weights_of(family) is None or not gpu.capability:
         return None
     found = _by_row(family, spec, size, gpu, known)
@@ -113,7 +113,7 @@ def _by_model(family: Family, spec: Any, size: Any, gpu: Gpu, known: Mapping[str
 
 
 def _by_row(family: Family, spec: Any, size: Any, gpu: Gpu, known: Mapping[str, Table]) -> Any:
-    """The choice of the row of this GPU that has so many tokens a step, whatever PyTorch's own takes; None without one."""
+    """The choice by this GPU's row with as many tokens a step, whatever PyTorch's operator takes; None if there is none."""
     own = known.get(gpu.device)
     row = _of_so_many(family, spec, size, gpu, own) if own is not None else None
     if row is None or not usable(family, spec, size, row.variant, gpu.capability, gpu.multiprocessors):
@@ -125,7 +125,7 @@ def _by_row(family: Family, spec: Any, size: Any, gpu: Gpu, known: Mapping[str, 
 
 
 def modelled(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice | None:
-    """What a family's model picks for a call, whatever row there is: for where the row's variant does not do."""
+    """What a family's model picks for a call, even if there is a row: for callers that cannot use the row's variant."""
     if model.weights_of(family) is None or not gpu.capability:
         return None
     found = _modelled(family, spec, size, gpu, tables())
@@ -133,7 +133,7 @@ def modelled(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice | None:
 
 
 def best_kernel(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice | None:
-    """The one launch that takes least, by its row or else by the family's model, whatever PyTorch's own takes."""
+    """The fastest variant of one launch, by a row or else by the family's model, whatever PyTorch's operator takes."""
     if model.weights_of(family) is None or not gpu.capability:
         return None
     assert family.model is not None, f"{family.name} has no model"
@@ -145,7 +145,7 @@ def best_kernel(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice | None
 
 
 def by_steps(family: Family, spec: Any, size: Any, gpu: Gpu) -> Choice | None:
-    """A launch for each step, and what a family's model thinks of it; None where there is no such way, or none was measured."""
+    """The variant with a launch for each step, and the model's estimate; None if there is none, or none was measured."""
     if "steps" not in (model.weights_of(family) or ()) or not gpu.capability:
         return None
     assert family.model is not None, f"{family.name} has no model"
@@ -171,7 +171,7 @@ def _modelled(family: Family, spec: Any, size: Any, gpu: Gpu, known: Mapping[str
 def _thought(
     family: Family, spec: Any, size: Any, gpu: Gpu, known: Mapping[str, Table]
 ) -> tuple[Choice, model.Pick] | None:
-    """The choice of the kernel that the model thinks takes least, with what it thinks of PyTorch's own."""
+    """The choice of the kernel that the model thinks fastest, and the pick, which also has PyTorch's estimated time."""
     nearest_first = sorted(known.values(), key=lambda t: _unlike(t, gpu))
     picked = _picked(family, spec, size, gpu, nearest_first[0] if nearest_first else None)
     if picked is None:
@@ -181,7 +181,7 @@ def _thought(
 
 
 def _picked(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table | None) -> model.Pick | None:
-    """What the model picks, which is the same for lengths that are alike: a new length takes no time to speak of."""
+    """What the model picks. Lengths that are alike share one cached pick, so a new length takes almost no time."""
     assert family.model is not None, f"{family.name} has no model"
     alike = family.model.alike(size)
     found = _pick(family, spec, alike, gpu, table)
@@ -197,7 +197,7 @@ def _pick(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table | None) -
 
 
 def _of_so_many(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) -> Row | None:
-    """The row of a spec that has the tokens of a size, of several the nearest in length; None without one."""
+    """The row of a spec with as many tokens as a size, the nearest in length if there are several; None if there is none."""
     measured = _here(family, spec, gpu, table).measured
     if size in measured:
         return measured[size]
@@ -212,8 +212,9 @@ def _of_another(found: Choice, why: str) -> Choice:
 def _nearest_first(known: Mapping[str, Table], gpu: Gpu) -> list[Table]:
     """The table of a GPU, if there is one, then others, the most similar first.
 
-    One has the rows of its equals behind its own, those of a GPU with as many of the same multiprocessors: a row of an H200 takes an H100
-    0 to 1.4 percent more than its own would, and one that is octaves away more than that (docs/decisions/0071).
+    Tables of equal GPUs (one capability, as many multiprocessors) become one, the first table's rows before the others': on an
+    H100 a row of an H200 takes 0 to 1.4 percent more than the H100's own would, and a row that is octaves away takes more than
+    that (docs/decisions/0071).
     """
     equals: dict[Any, list[Table]] = {}
     for table in sorted(known.values(), key=lambda t: (t.device != gpu.device, *_unlike(t, gpu))):
@@ -222,7 +223,7 @@ def _nearest_first(known: Mapping[str, Table], gpu: Gpu) -> list[Table]:
     return [_behind_each_other(*some) for some in equals.values()]
 
 
-@functools.lru_cache(MAX_HERE)  # ``_here`` knows a table by itself
+@functools.lru_cache(MAX_HERE)  # the same object each time: ``_here`` caches by the table's identity
 def _behind_each_other(first: Table, *others: Table) -> Table:
     return functools.reduce(before, others, first)
 
@@ -248,13 +249,14 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
     if family.doubt is None:
         found = _nearest_of(here.near, size)
         if found is not None and found[0] > family.reach:
-            found, rows = None, ()  # nor is any other
+            found, rows = None, ()  # no other row is within reach either
     elif rows and not (rows := _trusted(family, spec, size, rows)):
         return _unsaid(family, spec, size, gpu, table)
     if found is None or not usable(family, spec, size, found[2], gpu.capability, gpu.multiprocessors):
         found = nearest(family, spec, size, rows, gpu.capability, gpu.multiprocessors)
     if found is None:
-        # As a call any kernel spares the host, which ``least_us`` says; else none is faster that no row speaks of.
+        # As a call (``least_us`` is set) any kernel saves host time, so the search goes on. Where the device decides, a
+        # kernel that no row speaks of does not count as faster.
         unsaid = bool(rows) and _device_decides(family, rows[0], spec, size)
         return _unsaid(family, spec, size, gpu, table) if unsaid else None
     away, row, variant = found
@@ -267,7 +269,7 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
 
 
 def _neighbour(spec: Any, size: Any, gpu: Gpu, found: tuple[float, Row, Any]) -> Choice:
-    """The choice of a variant that a row of another shape, or one that does not count here, has."""
+    """The choice of the variant of a row that has another shape, or that does not count here."""
     away, row, variant = found
     if row.spec != spec:
         why = f"the closest row of {row.source}, {away:.2g} octaves away, is of {row.spec} with {row.size}"
@@ -279,13 +281,13 @@ def _neighbour(spec: Any, size: Any, gpu: Gpu, found: tuple[float, Row, Any]) ->
 
 
 def _trusted(family: Family, spec: Any, size: Any, rows: Iterable[Row]) -> tuple[Row, ...]:
-    """The rows that say of a shape whether a kernel is faster there than PyTorch's own."""
+    """The rows that say whether a kernel is faster than PyTorch's operator at a shape."""
     assert family.doubt is not None, f"{family.name} trusts every row"
     return tuple(r for r in rows if family.doubt(r.spec, spec, size, _octaves(family, r, spec, size)) is None)
 
 
 def _unsaid(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) -> Choice:
-    """PyTorch's own, since no row says that a kernel is faster."""
+    """The choice of PyTorch's operator, since no row says that a kernel is faster."""
     assert family.doubt is not None, f"{family.name} trusts every row"
     row = min(table.rows[family.name], key=lambda r: _octaves(family, r, spec, size))
     why = (
@@ -295,10 +297,10 @@ def _unsaid(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) -> Cho
 
 
 def _device_decides(family: Family, row: Row, spec: Any, size: Any) -> bool:
-    """Whether the device's time alone decides between a kernel and PyTorch's own.
+    """Whether the device's time alone decides between a kernel and PyTorch's operator.
 
-    It does not for a call that takes the host longer (``least_us``), nor where any row is trusted however far: there PyTorch's own
-    cannot stand in.
+    It does not for calls whose host time counts (``least_us``), nor where rows are trusted at any distance: there PyTorch's
+    operator cannot stand in.
     """
     return (
         family.doubt is not None
@@ -308,14 +310,14 @@ def _device_decides(family: Family, row: Row, spec: Any, size: Any) -> bool:
 
 
 def _theirs_us(family: Family, row: Row, spec: Any, size: Any) -> float:
-    """What PyTorch's own takes by a row; 0 if it does not say."""
+    """What PyTorch's operator takes by a row; 0 if the row does not say."""
     return max(row.eager_us, family.least_us(spec, size)) if row.eager_us and family.least_us else row.eager_us
 
 
 def _left_to_pytorch(row: Row, gpu: Gpu, away: str) -> Choice:
-    """PyTorch's own, since a row says that no kernel is faster, or hardly: elsewhere that lead would not last.
+    """The choice of PyTorch's operator: a row's kernel is not faster, or leads by too little to lead at another shape too.
 
-    Nor is what the row took the time of a call, which may have other steps and another size.
+    The choice has no ``us``: the time of the row is not that of the call, which may have other steps and another size.
     """
     took = f"PyTorch's own took {row.eager_us:.4g} us, the best kernel {row.median_us:.4g}"
     return Choice("eager", f"in {row.source}{away} with {row.size} {took}", None, row, gpu)
@@ -337,7 +339,7 @@ def variant_at(rows: NearRows, family: Family, spec: Any, size: Any, gpu: Gpu) -
 
 
 class _Near(NamedTuple):
-    """A row with what decides how near it is to a size."""
+    """A row, with the numbers that decide how near it is to a size."""
 
     away: float  # octaves between its spec and the call's
     octave: float  # log2 of its tokens
@@ -366,8 +368,8 @@ def _here(family: Family, spec: Any, gpu: Gpu, table: Table) -> NearRows:
 def _undominated(family: Family, spec: Any, gpu: Gpu, rows: Sequence[Row]) -> tuple[_Near, ...]:
     """The rows that are nearest to some size. A row is left out if another row is nearer at every size.
 
-    By the triangle inequality another row is, if its spec is closer by more octaves than lie between the two numbers of
-    tokens. Among equally near rows a fresh one comes before a stale one, then an earlier one before a later one.
+    By the triangle inequality another row is nearer everywhere if its spec is closer by more octaves than lie between the two
+    rows' numbers of tokens. Of equally near rows a fresh one comes before a stale one, then an earlier one before a later one.
     """
     away = [family.distance(row.spec, spec) for row in rows]
     octave = [_octave(row.size) for row in rows]
@@ -379,7 +381,7 @@ def _undominated(family: Family, spec: Any, gpu: Gpu, rows: Sequence[Row]) -> tu
         return least < away[k] - TIE or (first and least <= away[k])
 
     kept: list[int] = []
-    # Nearer specs first: whatever leaves a row out stands before it, and is kept or left out by one that leaves out both.
+    # Nearer specs first: a row that beats another comes before it. It is kept, or was beaten by a kept row that beats both.
     for k in sorted(range(len(rows)), key=lambda k: (away[k], stale[k], k)):
         if not any(beats(i, k) for i in kept):
             kept.append(k)
@@ -390,8 +392,9 @@ def _undominated(family: Family, spec: Any, gpu: Gpu, rows: Sequence[Row]) -> tu
     )
 
 
-# Over PyTorch's own that a row must have to stand for a shape that was not measured. Where the device decides, as much again for
-# each octave: a row that led by 1.08 took 0.46 to 0.60 of PyTorch's speed from 2.3 octaves on.
+# How many times as fast as PyTorch's operator a row's kernel must be to serve a shape that was not measured. Where the device
+# decides, the factor applies again for each octave: from 2.3 octaves on, the kernel of a row that led by 1.08 ran at 0.46 to
+# 0.60 of PyTorch's speed.
 LEAD = 1.05
 TIE = 1e-9  # octaves: equally near rows may differ by less than this, by rounding
 
@@ -430,7 +433,7 @@ def nearest(  # noqa: PLR0913 - the call, the rows and the GPU
     ``tune.py regret``.
     """
     octave = _octave(size)
-    # The tokens alone leave most rows out where the reach is short, and cost a tenth of what the specs cost.
+    # Where the reach is short, comparing tokens alone excludes most rows, at a tenth of the cost of comparing specs.
     like = [row for row in rows if abs(_octave(row.size) - octave) <= family.reach]
     away = [one for row in like if (one := (_octaves(family, row, spec, size), row))[0] <= family.reach]
     for distance, row in sorted(away, key=lambda one: (one[0], one[1].stale is not None)):

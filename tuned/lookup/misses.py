@@ -1,6 +1,6 @@
-"""Calls that no row was measured for: a warning once per untuned GPU, and a record for tuning if TUNED_RECORD is set; its lines.
+"""Calls that no row was measured for: a warning once per untuned GPU, and the file of problems that TUNED_RECORD names.
 
-It is called when a call is decided for the first time, never when a decision is reused: a running model pays nothing.
+``note`` runs when a call is decided for the first time, never when a decision is reused: a running model pays nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tuned.lookup.record import RecordError, build, parsed, shown
 MAX_CHOICES = 4096  # (spec, size, GPU) triples whose choice is remembered, of each family
 MAX_RECORDED = 4096  # problems per process; otherwise ever new lengths would fill the disk
 _LOCK = threading.Lock()
-_TOLD: set[str] = set()  # devices, and files that could not be written, that were warned about
+_TOLD: set[str] = set()  # devices and unwritable files that a warning was given about
 _RECORDED: set[tuple[str, str]] = set()  # (file, line)
 
 
@@ -57,7 +57,7 @@ def note(family: Family, spec: Any, size: Any, choice: Choice) -> None:
 
 
 def variants(family: Family, *, noting: bool = True) -> Any:
-    """A function (spec, size, gpu) -> variant, or None, of a family: chosen and noted once for all equal calls."""
+    """A function (spec, size, gpu) -> variant or None, which chooses and notes once for all equal calls of a family."""
 
     @functools.lru_cache(maxsize=MAX_CHOICES)
     def variant_of(spec: Any, size: Any, gpu: Gpu) -> Any:
@@ -70,18 +70,18 @@ def variants(family: Family, *, noting: bool = True) -> Any:
 
 
 class Moments:
-    """The choices of a family whose ``doubt`` is another as a call and in a CUDA graph."""
+    """The choices of a family whose ``doubt`` differs between calls and CUDA graphs."""
 
     def __init__(self, family: Family, called: Family) -> None:
         self._families = called, family
         self.variants = variants(called), variants(family, noting=False)
 
     def choice_of(self, spec: Any, size: Any, gpu: Gpu, captured: bool) -> Choice:  # noqa: FBT001
-        """The choice at one moment."""
+        """The choice in a CUDA graph if ``captured``, else as a call."""
         return choose(self._families[captured], spec, size, gpu)
 
     def variant_of(self, spec: Any, size: Any, gpu: Gpu, captured: bool) -> tuple[Any, bool]:  # noqa: FBT001
-        """(the variant at one moment, or None; whether it is that of both)."""
+        """(the variant in a CUDA graph if ``captured``, else as a call, or None; whether both get the same)."""
         found = [variant_of(spec, size, gpu) for variant_of in self.variants]
         return found[captured], found[0] == found[1]
 
@@ -90,7 +90,7 @@ def recorded(line: str, where: str) -> tuple[str, Any, Any]:
     """(family, spec, size) of a line of a file that TUNED_RECORD named.
 
     Raises:
-        RecordError: it is no problem; ``where`` begins the message.
+        RecordError: the line is no problem; ``where`` begins the message.
     """
     try:
         values = parsed(line)
@@ -145,7 +145,7 @@ def _record(path: str, family: Family, spec: Any, size: Any) -> None:
         # One append of less than 4 KB: processes that share the file do not mix their lines.
         file = os.open(expanded(path), os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            # A process that ended while it wrote, or a full disk, left a line without its end.
+            # A process that ended while it wrote, or a full disk, leaves a line without its end.
             torn = os.fstat(file).st_size > 0 and os.pread(file, 1, os.fstat(file).st_size - 1) != b"\n"
             os.write(file, ("\n" * torn + line).encode())
         finally:

@@ -1,8 +1,8 @@
-"""Pick a variant by a model of its time, for calls that no row was measured for, and hold it against PyTorch's own.
+"""Pick a variant by a model of its time, for calls that no row was measured for, and compare it with PyTorch's operator.
 
-A model is a weighted sum of amounts: those are the family's (tuned.families.family.Model), the weights are fitted to what
-was measured: tuned/tables/_models.py, which `python tune.py model` and `--render` write. Rows help it: near a problem
-that was tuned, its winner is only given up for what the model thinks much better.
+A model is a weighted sum of amounts. The family computes the amounts (tuned.families.family.Model). The weights are fitted
+to measurements, and lie in tuned/tables/_models.py, which `python tune.py model` and `--render` write. Rows help the model:
+near a problem that was tuned, only a variant that the model thinks much better replaces the problem's winner.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ Weights = Mapping[str, float]
 
 
 class Pick(NamedTuple):
-    """What a model thinks best, and the times that it thinks so by, in microseconds."""
+    """The variant that a model thinks best, with the estimated times in microseconds."""
 
     variant: Any
     us: float  # of all that a call runs
-    library_us: float  # of PyTorch's own
-    wins: bool  # by as much as the model may err
+    library_us: float  # of PyTorch's operator
+    wins: bool  # whether the variant leads PyTorch's operator by as much as the model may err
 
 
 def weighted(amounts: Mapping[str, float], weights: Weights) -> float:
-    """The sum of amounts, each by its weight; one without a weight takes no time."""
+    """The sum of amounts times their weights; an amount without a weight takes no time."""
     return sum(amount * weights.get(name, 0.0) for name, amount in amounts.items())
 
 
 @functools.cache
 def _known() -> dict[str, dict[str, Weights]]:
-    """Family -> model -> weights. If the module cannot be used: none, and one warning, since a model must not stop."""
+    """Family -> model -> weights. If the module cannot be used: none, and one warning, since a user's model must not stop."""
     try:
         return dict(importlib.import_module("tuned.tables._models").MODELS)
     except Exception as error:  # noqa: BLE001 - a truncated file, or one of another version, may raise anything
@@ -50,24 +50,24 @@ def _known() -> dict[str, dict[str, Weights]]:
 
 
 def weights_of(family: Family) -> dict[str, Weights] | None:
-    """The models of a family; None if there are none."""
+    """Model -> weights of a family; None if it has no models."""
     return _known().get(family.name) if family.model is not None and family.home == BUILT_IN else None
 
 
 def library_us(family: Family, spec: Any, size: Any) -> float:
-    """What PyTorch's own is thought to take for a call of a family that has models, in a CUDA graph."""
+    """The estimated time of PyTorch's operator for a call in a CUDA graph, of a family that has models."""
     assert family.model is not None, f"{family.name} has no model"
     return us_of(family, *family.model.library(spec, size))
 
 
 def beside_us(family: Family, spec: Any, size: Any) -> float:
-    """What a call runs beside the kernels of a variant: PyTorch's own time has it too, and a row's has not."""
+    """The estimated time of what a call runs beside a variant's kernels. PyTorch's time includes it, a row's does not."""
     assert family.model is not None, f"{family.name} has no model"
     return us_of(family, "projection", family.model.projection(spec, size))
 
 
 def us_of(family: Family, kind: str, amounts: Mapping[str, float]) -> float:
-    """What some amounts take by one of a family's models."""
+    """The time of some amounts by one of a family's models."""
     weights = weights_of(family)
     assert weights is not None, f"{family.name} has no model"
     return weighted(amounts, weights[kind])
@@ -76,7 +76,7 @@ def us_of(family: Family, kind: str, amounts: Mapping[str, float]) -> float:
 def won(
     family: Family, spec: Any, size: Any, rows: Iterable[tuple[Any, Any, Any]], capability: int
 ) -> dict[Any, float]:
-    """Variant, brought to a call -> octaves to the nearest of the rows (spec, size, variant) that it won."""
+    """Variant, brought to a call's spec -> octaves to the nearest of the rows (spec, size, variant) that it won."""
     assert family.model is not None
     found: dict[Any, float] = {}
     for other, other_size, variant in rows:
@@ -87,7 +87,7 @@ def won(
 
 
 def pick(family: Family, spec: Any, size: Any, gpu: Any, rows: Iterable[tuple[Any, Any, Any]]) -> Pick | None:
-    """The best variant by the model among those that ship and that a GPU has room for; None if there is none."""
+    """The best variant by the model among those that ship and fit a GPU; None if there is none."""
     model, weights = family.model, weights_of(family)
     assert model is not None, f"{family.name} has no model"
     assert weights is not None

@@ -1,6 +1,6 @@
-"""Where a user's own records lie, and what the program is called that writes them.
+"""Where a user's own records lie, and the command that writes them.
 
-Nothing but the standard library is imported: the generator asks too, in processes that have no torch.
+Only the standard library is imported: the generator uses this module too, in processes that have no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TUNE = "python tune.py" if CHECKOUT else "tuned tune"
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """A path of which a first ~ is the user's home, if there is one."""
+    """A path, with a leading ~ replaced by the user's home if there is one."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -23,9 +23,9 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def own_records() -> Path | None:
-    """The folder of what this user measured where there is no checkout: in $XDG_DATA_HOME, or ~/.local/share.
+    """The folder of this user's records where there is no checkout: in $XDG_DATA_HOME, or ~/.local/share.
 
-    None for a user without a home, as that of a container may be.
+    None for a user without a home, as in some containers.
     """
     data = expanded(os.environ.get("XDG_DATA_HOME") or "~/.local/share")
     return None if str(data).startswith("~") else data / "tuned-kernels" / "winners"

@@ -26,7 +26,7 @@ Best = dict[tuple[str, str], tuple[Row, ...]]  # (architecture, family) -> its r
 @functools.cache
 def _known() -> tuple[Variants, Best]:
     """The contents of the generated module. If it cannot be used: nothing, and one warning, since a model must not stop."""
-    if FAMILIES.outside is not None:  # it has no portfolio
+    if FAMILIES.outside is not None:  # a family from outside has no portfolio
         return {}, {}
     try:
         return _imported()

@@ -96,8 +96,9 @@ def shown(value: Any) -> str:
 def build(kind: type, values: Any, where: str, *, may_lack: bool = False, least: int = -MOST) -> Any:
     """A frozen dataclass (spec, size or variant) from plain JSON values, every field checked.
 
-    ``may_lack``: fields with a default may be missing, as in the spec of a record that is older than the field; its
-    default is what such a record meant. A variant must have all fields but those of knobs that are newer than records. ``least``: the smallest integer allowed.
+    ``may_lack``: fields with a default may be missing, as in the spec of a record that is older than the field; the default is
+    what such a record meant. Otherwise (in a variant) only knobs declared as newer than some records may be missing.
+    ``least``: the smallest integer allowed.
 
     Raises:
         RecordError: a field is missing, unknown, of the wrong type, or refused by the class; ``where`` begins the message.
@@ -142,7 +143,7 @@ def _is_of(value: Any, kind: str, least: int) -> bool:
         return type(value) in (int, float) and math.isfinite(value)
     if kind in PLAIN:
         return type(value) is PLAIN[kind]
-    # Of another type, as a Literal, all that comes back from JSON as it was; no enum, dtype or list.
+    # A field of another type, such as a Literal, takes any value that JSON keeps unchanged: no enum, dtype or list.
     return any(_is_of(value, one, least) for one in ("int", "float", *PLAIN))
 
 
@@ -167,7 +168,7 @@ def winner_from_json(values: Any, where: str) -> Winner:
     size = build(family.size_type, values["size"], f"{where}.size", least=1)
     variant = build(family.variant_type, values["variant"], f"{where}.variant")
     _check_environment(values["environment"], f"{where}.environment")
-    # By the rules of the card that it was measured on: what is best there may be left out on others.
+    # The rules are those of the GPU that the row was measured on: others may exclude what is best there.
     reason = undeclared(variant) or family.rejection(spec, size, variant, values["environment"]["capability"])
     if reason is not None:
         raise RecordError(
@@ -216,7 +217,7 @@ def _check_environment(environment: Any, where: str) -> None:
 
 
 def _check_device(device: Any, where: str) -> None:
-    # It is the name of a generated module, and is rendered into its docstring.
+    # The device names a generated module, and is rendered into its docstring.
     if not isinstance(device, str) or re.fullmatch("[a-z0-9_]{1,200}", device) is None:
         raise RecordError(
             f"{where} must be the file name of a device, of small letters, digits and _, got {shown(device)}"
@@ -265,8 +266,8 @@ def winners_of(text: str, name: str) -> list[Winner]:
     return winners
 
 
-# What a row was measured with beside what is here: after a hard mismatch the row does not count; after a soft one it counts,
-# and tuning again may find better.
+# A row's environment is compared with the one here. After a hard mismatch the row does not count. After a soft one it counts,
+# and tuning again may find a better variant.
 
 # Field of a measurement's environment -> its name in messages.
 HARD = {"device_name": "the device", "multiprocessors": "multiprocessors", "method": "the timing method"}

@@ -46,7 +46,7 @@ class Table:
 
 
 def digests_of(family: Family) -> Mapping[str, str]:
-    """Kernel -> digest of the kernels that a family has; none where nothing was rendered for it yet."""
+    """Kernel -> digest, of a family's kernels; empty if nothing was rendered for the family yet."""
     name = f"{family.home}.kernels"
     try:
         return importlib.import_module(name).DIGESTS  # type: ignore[no-any-return]
@@ -57,7 +57,7 @@ def digests_of(family: Family) -> Mapping[str, str]:
 
 
 def ships(family: Family, spec: Any, variant: Any) -> bool:
-    """Whether the kernels that a variant launches are there."""
+    """Whether the family's home has all kernels that a variant launches."""
     digests = digests_of(family)
     return all(name in digests for name in family.kernel_names(spec, variant))
 
@@ -96,7 +96,7 @@ def _recorded(path: Path) -> Table:
 
 
 def before(first: Table, other: Table | None) -> Table:
-    """A table with the rows of another behind its own, but for those of calls that it has itself."""
+    """A table with the rows of another behind its own, except those whose spec and size it has itself."""
     if other is None:
         return first
     rows = {}
@@ -156,7 +156,7 @@ def _unused(error: RecordError) -> None:
 
 @functools.cache
 def tables_of(family: Family) -> dict[str, Table]:
-    """``tables`` of a family from outside: those in its home, none where it was never tuned."""
+    """``tables`` of a family from outside: the tables in its home, none if it was never tuned."""
     try:
         package = importlib.import_module(f"{family.home}.tables")
     except ModuleNotFoundError as error:
@@ -189,7 +189,7 @@ def tables_or_error() -> dict[str, Table]:
 
 def _collected(trouble: Callable[[RecordError], None]) -> dict[str, Table]:
     found: dict[str, Table] = {}
-    if FAMILIES.outside is not None:  # it has tables of its own
+    if FAMILIES.outside is not None:  # a family from outside has tables of its own
         return found
 
     def put(device: str, load: Callable[[Any], Table], source: Any) -> None:

@@ -1,7 +1,7 @@
 """What a GRU of a recorded problem launches, from its spec and size alone.
 
-A problem does not tell the width of the input. So a kernel that multiplies it by its weights, where the library does not,
-is not among the steps.
+A problem does not tell the width of the input. So the steps leave out the kernel that multiplies the input by its weights
+where the library does not.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def steps(spec: GruSpec, size: GruSize, gpu: Gpu) -> tuple[Choice, tuple[Step, .
     gates, out = empty(spec.directions, *tokens, 3 * hidden), empty(*tokens, wide)
     h_n, lengths = torch.empty_like(call.hx), lengths_of(call)
     recurrence = run.recurrence_of(call, spec, size, choice.variant, gates, out, slice(0, cells), h_n, lengths)
-    # What a known call pads, fills and cuts tensors by.
+    # The kernel by which plans pad, fill and cut tensors.
     memory = torch.empty(1, dtype=INTEGERS[spec.item], device="meta")
     copies = copy_launch([(memory, memory, filled(1, 1, 0))])
     return choice, (copies, *GRU.launches(spec, choice.variant, recurrence))

@@ -30,10 +30,10 @@ class GruCall:
     cu_seqlens: torch.Tensor | None = None  # [B + 1] int32 on the device of input
     max_seqlen: int | None = None  # with cu_seqlens
     dropout: float = 0.0  # between layers; 0.0 when not training
-    recompute: bool = False  # for a gradient: multiply the input by its weights again, and keep no result of that
+    recompute: bool = False  # the backward multiplies the input by its weights again: the forward does not keep that
     resets: torch.Tensor | None = None  # bool, the axes of input but the last: the state is 0 before these steps
     width: int | None = None  # the hidden size to pad to; None: the call stays as it is. See tuned.calls.gru.wide
-    left: bool = False  # with a width: PyTorch's own serves it, whatever kernels there are
+    left: bool = False  # with a width: torch.gru serves it, whatever kernels there are
     units: int | None = None  # of a call that was padded: how many units it had
 
     @property
@@ -158,7 +158,7 @@ def _check_resets(call: GruCall, resets: Any) -> None:
 
 
 def _tensor_hint(name: str, given: Any) -> str:
-    """The way out for what is no tensor."""
+    """The hint for an argument that is no tensor."""
     if hasattr(given, "batch_sizes"):
         return "pass the data of a PackedSequence, with batch_sizes=packed.batch_sizes"
     if name == "hx":
@@ -167,7 +167,7 @@ def _tensor_hint(name: str, given: Any) -> str:
 
 
 def _state_hint(call: GruCall, stacked: int, batch: int) -> str:
-    """The way out for an hx of another shape."""
+    """The hint for an hx of a wrong shape."""
     hx = call.hx
     if hx.ndim == 2 and hx.shape[0] == batch and stacked == 1:  # noqa: PLR2004
         return "pass hx[None], with the axis of layers"
@@ -306,7 +306,7 @@ def _check_weights(call: GruCall, stacked: int, directions: int) -> None:
 
 
 def _count_hint(call: GruCall, stacked: int) -> str:
-    """The way out for a wrong number of weights."""
+    """The hint for a wrong number of weights."""
     count, without = len(call.weights), "without" if call.has_biases else "with"
     if count == stacked * (2 if call.has_biases else 4):
         return f"for weights {without} biases pass bias={not call.has_biases}"
@@ -314,7 +314,7 @@ def _count_hint(call: GruCall, stacked: int) -> str:
 
 
 def _check_beside_weights(call: GruCall, hidden: int) -> None:
-    """Blame hx or input where the first layer's weights fit each other, and not these."""
+    """Raise ValueError for hx or input where the first layer's weights fit each other, and not these."""
     w_ih, w_hh = call.weights[:2]
     if w_ih.ndim != 2 or w_hh.ndim != 2 or w_ih.shape[0] != w_hh.shape[0] or w_hh.shape[0] != 3 * w_hh.shape[1]:  # noqa: PLR2004
         return

@@ -1,6 +1,6 @@
-"""The GRU by PyTorch's own operators: on a CPU, and if a gradient is needed.
+"""The GRU by PyTorch's own operators: on a CPU, and wherever no kernel serves.
 
-It calls torch.gru. tuned.nn.patched replaces that of torch._VF, which would call back here.
+It calls torch.gru, and not torch._VF.gru, which tuned.nn.patched replaces: that would call back here.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class _Pieces:
     marked: list[bool]  # of each piece whether there is a mark before it
 
     def begun_by(self, *, against: bool) -> list[int]:
-        """Of each piece the sequence whose first state it begins with, or one behind all for a state of 0.
+        """For each piece the sequence whose first state it begins with; the number of sequences stands for a state of 0.
 
-        Against the tokens' order that is a sequence's last piece, whatever its first step is marked with.
+        Against the tokens' order a sequence's last piece begins with its first state, whether the piece is marked or not.
         """
         begun = [len(self.first)] * len(self.marked)
         for sequence, piece in enumerate(self.last if against else self.first):
@@ -89,7 +89,7 @@ def _pieces(call: GruCall, resets: torch.Tensor) -> _Pieces:
 
 
 def _by_pieces(call: GruCall, resets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The call with its sequences cut before each mark: what a reset is."""
+    """The call with its sequences cut before each mark, which is what a reset means."""
     if resets.is_meta or not resets.numel():
         return gru(dataclasses.replace(call, resets=None))
     pieces, device = _pieces(call, resets), call.input.device
@@ -121,12 +121,12 @@ def _by_pieces(call: GruCall, resets: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _of_each_cell(states: torch.Tensor, ways: list[torch.Tensor]) -> torch.Tensor:
-    """Of the states ``[cells, n, hidden]`` those that the way of each cell says; directions take turns."""
+    """Of the states ``[cells, n, hidden]`` of each cell those that ``ways`` has for its direction; directions take turns."""
     return torch.stack([state.index_select(0, ways[cell % len(ways)]) for cell, state in enumerate(states)])
 
 
 def _sequences(call: GruCall) -> list[list[int]]:
-    """Of each sequence its tokens in order, as rows of the input with one axis of tokens."""
+    """For each sequence its tokens in order, as rows of the input with one axis of tokens."""
     if call.cu_seqlens is not None:
         ends = call.cu_seqlens.tolist()
         check_lengths(ends, call.input.shape[0], call.max_seqlen or 0)
@@ -154,7 +154,7 @@ def _shapes(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _by_no_step(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """No token, and states as they were: both in the dtypes that torch.autocast gives where there are tokens."""
+    """An output without tokens, and unchanged states, in the dtypes that torch.autocast gives to those of calls with tokens."""
     one = dataclasses.replace(
         call,
         input=call.input.new_zeros((1, 1, call.input.shape[-1])),
@@ -169,7 +169,7 @@ def _by_no_step(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _one_by_one(call: GruCall, bounds: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequences given by their bounds, each as a call of its own: transforms of torch.func follow no packed torch.gru."""
+    """Sequences given by their bounds, each as a separate call: transforms of torch.func cannot follow a packed torch.gru."""
     outputs, states = [], []
     for b, (begin, end) in enumerate(itertools.pairwise(bounds)):
         part = call.input[begin:end], call.hx[:, b : b + 1]

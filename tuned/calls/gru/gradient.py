@@ -16,7 +16,7 @@ from tuned.launching.plan import ALIGNED_BYTES, direct_launch, launch_known, rem
 from tuned.launching.rehearsal import NotedError, listening
 
 _KNOWN: dict[Any, Any] = {}  # properties of a gradient -> what launches it, given the addresses of its tensors
-_tensors = operator.attrgetter(  # those that stand first in a kernel's signature, then the marks of resets, which stand behind numbers
+_tensors = operator.attrgetter(  # the tensors that come first in a kernel's signature; then resets, which comes after numbers
     "gates", "hidden", "before", "weight_hh", "bias_ih", "bias_hh", "grad_out", "grad_h_n", "out", "grad_h_0", "states", "counters",
     "starts", "lengths", "resets",
 )  # fmt: skip
@@ -29,10 +29,10 @@ def launch(
 
     Args:
         index: of the device.
-        spec: of one layer, or of as many as are taken at once.
+        spec: of one layer, or of as many as run at once.
         variant: of the kernel.
         gradient: its tensors.
-        filled: what programs wait to see go away is in ``out`` already.
+        filled: ``out`` already holds the bits that programs wait to see replaced.
 
     Raises:
         NotedError: this thread listens, and the launch was noted instead.
@@ -66,8 +66,8 @@ def _learn(key: Any, index: int, last: Any, compiled: Any, tensors: tuple[Any, .
     direct = direct_launch(last, compiled, index)
     if direct is None:
         return
-    # Where each pointer of the signature is among the tensors: what a kernel does not read is another one again.
+    # The place of each pointer of the signature among the tensors. For one that is not read, another tensor is given again.
     first, behind = last.arguments[: len(tensors) - 1], last.arguments[len(tensors) - 1 :]
     places = [next(place for place, t in enumerate(tensors) if t is pointer) for pointer in first]
-    marks = next((at for at, value in enumerate(behind) if value is tensors[-1]), None)  # None for None is none of them
+    marks = next((at for at, value in enumerate(behind) if value is tensors[-1]), None)  # None without resets
     remember(_KNOWN, key, (*direct, operator.itemgetter(*places), marks))

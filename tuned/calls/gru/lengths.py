@@ -44,21 +44,21 @@ def lengths_of(call: GruCall) -> Lengths:
 
 
 def sizes_of(batch_sizes: torch.Tensor) -> bytes:
-    """The values of a tensor on the CPU, by which sets of lengths are known: a list of them takes twenty times as long."""
+    """The values of a tensor on the CPU, as bytes that identify a set of lengths: a list of them takes twenty times as long."""
     sizes = batch_sizes.contiguous()
     return ctypes.string_at(sizes.data_ptr(), sizes.nbytes)
 
 
 def known_sizes(batch_sizes: Any) -> bytes | None:
-    """``sizes_of`` what callers give; None unless it is a plain tensor on the CPU, with values of 64 bits, or where a mode is active."""
-    if listeners():  # to make it contiguous may give a tensor without memory
+    """``sizes_of`` a caller's argument; None unless it is a plain int64 tensor on the CPU, and if a dispatch mode is active."""
+    if listeners():  # under a mode, contiguous() may return a tensor without memory
         return None
     plain = type(batch_sizes) is torch.Tensor and batch_sizes.dtype is torch.int64 and batch_sizes.device.type == "cpu"
     return sizes_of(batch_sizes) if plain else None
 
 
 def neighbours(lengths: Lengths, tokens: int) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]:
-    """For both directions (each token's sequence, whether its step is the first, the token of the step before), packed or "thd".
+    """For each direction (each token's sequence, whether its step is the first, the token of the step before); packed or "thd".
 
     Of a token that no sequence has, its own are given.
     """
@@ -86,7 +86,7 @@ _CAPTURED: dict[
 
 
 def packed_tensors(sizes: bytes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """``_packed_lengths`` of ``sizes_of``, kept alive as long as the current stream, or a graph captured on it, may read them."""
+    """``_packed_lengths(sizes, device)``, kept alive as long as the current stream, or a graph captured on it, may read them."""
     key = sizes, device
     found = _CAPTURED.get(key)
     if found is not None:

@@ -1,4 +1,4 @@
-"""A known call padded, filled and cut by launches of which only the addresses change: tuned.calls.gru.wide says what is padded."""
+"""Pad, fill and cut tensors of repeated calls by launches in which only addresses change: tuned.calls.gru.wide says which."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tuned.launching.plan import direct_launch, launch_known, maker
 
 NOWHERE = -1
 _GRU_MODE = 3  # CUDNN_GRU, as torch.backends.cudnn.rnn.get_cudnn_mode has it
-MOST_NUMBER = 2**31  # from which on a number has 64 bits, which is another kernel
+MOST_NUMBER = 2**31  # from here on a number has 64 bits, which needs another compiled kernel
 Fire = Callable[[tuple[int, ...]], None]  # the addresses of x and y of each copy, in this order
 
 
@@ -23,16 +23,16 @@ _COMPILED: dict[Any, Any] = {}  # (device, dtype) -> the kernel
 
 
 class Padding(NamedTuple):
-    """What pads the tensors of calls like one, and what cuts their results."""
+    """Functions that pad the tensors of calls like a given one, and that cut their results."""
 
     pad: Callable[[Any, Any, Sequence[Any]], tuple[Any, Any, Sequence[Any]]]
     cut: Callable[[Any, Any], tuple[Any, Any]]
 
 
 def launches_of(every: Sequence[Rows], like: torch.Tensor) -> Fire | None:
-    """What makes copies of so many rows, of the item size and on the device of ``like``; None if launches must be public."""
+    """A function that makes all copies of ``every``, with item size and device of ``like``; None if launches must be public."""
     index = like.get_device()
-    # Compiled for an address that is aligned to its elements only, and never for certain numbers: once for all calls.
+    # Compiled once for all calls: for addresses that are aligned to their elements only, and not specialised on numbers.
     apart = as_integers(like.new_empty(2)[1:])
     key = index, apart.dtype
     compiled = _COMPILED.get(key) or launch_known(index, copy_launch([(apart, apart, filled(1, 1, 0))]))
@@ -45,7 +45,7 @@ def launches_of(every: Sequence[Rows], like: torch.Tensor) -> Fire | None:
         direct = direct_launch(copy_launch([(apart, apart, rows) for rows in some]), compiled, index)
         if direct is None or any(number >= MOST_NUMBER for rows in some for number in rows):
             return None
-        # What is less than six is filled up with the first, of which nothing is copied then.
+        # A launch takes six copies. In the place of missing ones it gets the first one's addresses again, and copies nothing there.
         parts.append((slice(2 * begin, 2 * (begin + len(some))), MOST - len(some), direct))
 
     def fire(addresses: tuple[int, ...]) -> None:
@@ -57,10 +57,10 @@ def launches_of(every: Sequence[Rows], like: torch.Tensor) -> Fire | None:
 
 
 def padding_of(call: GruCall, *, flat: bool = False, places: bool = False) -> Padding | None:
-    """What pads and cuts calls like one that has a ``width``; None if launches must be public.
+    """The ``Padding`` of calls like one that has a ``width``; None if launches must be public.
 
-    ``flat``: weights follow each other as cuDNN has them, which copies them otherwise; None if it has them in another order.
-    ``places``: only the first kind of weights, which the library multiplies by, are tensors; of the others there are addresses.
+    ``flat``: weights follow each other in cuDNN's order, or cuDNN would copy them; None if its order is another one.
+    ``places``: of the padded weights only weight_ih, which the library multiplies by, are tensors; the others are addresses.
     """
     assert call.width is not None, "the call is to stay as it is"
     given = [t if _in_rows(t) else t.contiguous() for t in call.tensors]
@@ -97,7 +97,7 @@ def padding_of(call: GruCall, *, flat: bool = False, places: bool = False) -> Pa
 
 
 class _Place:
-    """What a launch asks of a tensor: to make one takes ten times as long."""
+    """Has what a launch asks of a tensor, its address: making a tensor takes ten times as long."""
 
     __slots__ = ("at",)
 
@@ -127,7 +127,7 @@ def _cut_of(call: GruCall, width: int) -> Callable[[Any, Any], tuple[Any, Any]] 
 
     def cut(output: Any, h_n: Any) -> tuple[Any, Any]:
         cut_output, last = make_output(), make_states()
-        output = output.contiguous()  # what cuDNN gives of a batch first is not
+        output = output.contiguous()  # cuDNN's, with batch_first, is not
         cuts((output.data_ptr(), cut_output.data_ptr(), h_n.data_ptr(), last.data_ptr()))  # type: ignore[misc]
         return cut_output, last
 
@@ -135,7 +135,7 @@ def _cut_of(call: GruCall, width: int) -> Callable[[Any, Any], tuple[Any, Any]] 
 
 
 def flatten(weights: list[torch.Tensor], call: GruCall) -> torch.Tensor | None:
-    """The memory into which these tensors, weights of a call like one, are brought one after the other, as cuDNN has them.
+    """Lay the weights of a call like this one out one after the other in cuDNN's order; returns the memory that has them.
 
     None where cuDNN does not serve such a call.
     """
@@ -144,7 +144,7 @@ def flatten(weights: list[torch.Tensor], call: GruCall) -> torch.Tensor | None:
         return None
     each, (rows, features) = len(weights) // len(call.hx), weights[0].shape
     settings = (rows // 3, 0, call.num_layers, call.batch_first, call.bidirectional)
-    # What torch.nn.GRU calls for its own.
+    # What torch.nn.GRU calls for its own weights.
     return torch._cudnn_rnn_flatten_weight(weights, each, features, _GRU_MODE, *settings)  # noqa: SLF001
 
 
@@ -177,14 +177,14 @@ class _Layout:
             if kind > 1:
                 self._add(position, padded((1, 3, hidden), (0, hidden), width), (3 * width,))
                 continue
-            # What a part of a row has, and is to have; and how many parts there are.
+            # The elements of a part of a row, now and padded, and the number of parts.
             held, part, parts = (features, broad, 1) if first else (hidden, width, 1 if kind else directions)
             row, columns = given[position].stride(0), parts * part
-            # Of an infinite input, weights of 0 would make NaN of the units that are added, and those of all: they are like the last.
+            # With weights of 0 an infinite input would make NaN of the added units, and these of all: the last unit's are repeated.
             units = (width, hidden - 1) if first else (hidden, hidden - 1)
             rows = Rows(3 * width, width, *units, hidden * row, row, columns, columns, part, held)
             self._add(position, rows, (3 * width, columns))
-        if flat and not call.has_biases:  # cuDNN reads some all the same
+        if flat and not call.has_biases:  # cuDNN reads biases even so
             self._add(NOWHERE, filled(1, 6 * width * len(call.hx), 0), (6 * width * len(call.hx),))
         if broad != features:
             self._add(0, padded(*_in_groups(given[0]), broad), (*given[0].shape[:-1], broad))
@@ -197,7 +197,7 @@ class _Layout:
         self.elements += torch.Size(shape).numel()
 
     def is_cudnns(self, call: GruCall) -> bool:
-        """Whether cuDNN has weights of these shapes so, one after the other from the first."""
+        """Whether cuDNN lays weights of these shapes out in the same places, one after the other from the first."""
         places = {part.position - 2: part for part in self.parts}
         if any(i not in places for i in range(len(call.weights))):
             return False

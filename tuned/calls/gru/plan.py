@@ -1,8 +1,8 @@
-"""The path of a GRU call that was seen before: one key, one dictionary lookup, and one launch after the library's GEMM.
+"""The path of a repeated GRU call: one key, one dictionary lookup of its plan, and one launch after the library's GEMM.
 
-It serves sequences of one length, and packed ones, whose layers run in one persistent launch, or in one each; or by the library and
-a kernel for the gates of each step, where all steps are one compiled kernel. Every other call takes the long path.
-Plans keep none of the caller's tensors alive: they hold numbers, kernels and settings.
+Sequences of one length, and packed ones, have plans if all layers run in one persistent launch, or each layer in one. So has strategy
+"library" (a library product and a kernel for the gates at each step) if all steps are one compiled kernel. Every other call takes the
+long path (tuned.calls.gru.run). Plans keep none of the caller's tensors alive: they hold numbers, kernels and settings.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from tuned.launching.plan import (
     traits,
 )
 
-MOST_FILLED = 2**21  # elements that are filled beside the other preparations; PyTorch fills more of them faster
+MOST_FILLED = 2**21  # the most elements that our own launch fills; PyTorch fills more than these faster
 Result = tuple[torch.Tensor, torch.Tensor]
 
-# Key of a call -> function (input, hx, weights) -> (output, h_n, gates, outputs of the lower layers of a stack or None), or None if
-# it cannot serve. Of calls that need no gradient, and of the forwards of those that do.
+# Key of a call -> its plan: a function (input, hx, weights) -> (output, h_n, gates, outputs of the lower layers of a stack or None),
+# which returns None if it cannot serve. For calls that need no gradient, and for the forwards of those that do.
 _PLANS: dict[Any, Any] = {}
 _TRAINED: dict[Any, Any] = {}
 _ONCE: dict[Any, bool] = {}  # keys of packed calls that were seen once; emptied when it is full
@@ -60,7 +60,7 @@ def _needs_gradient(x: Any, hx: Any, weights: Sequence[Any]) -> bool:
     return x.requires_grad or hx.requires_grad or any(w.requires_grad for w in weights)
 
 
-def _key(  # noqa: PLR0913 - what a call is known by
+def _key(  # noqa: PLR0913 - what identifies a call
     x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...], resets: Any, sizes: bytes | None
 ) -> Any:
     """All that a compiled kernel, or the path to it, may depend on besides gradients; None if a plan may not serve the call."""
@@ -86,7 +86,7 @@ def _tensors(x: Any, hx: Any, weights: Sequence[Any], resets: Any = None, *_: An
     return (x, hx, *weights) if resets is None else (x, hx, resets, *weights)
 
 
-def _sizes(  # noqa: PLR0913 - what a call is known by
+def _sizes(  # noqa: PLR0913 - what identifies a call
     x: Any,
     steps: Any,
     hx: Any,
@@ -94,7 +94,7 @@ def _sizes(  # noqa: PLR0913 - what a call is known by
     settings: tuple[Any, ...],
     gradient: bool,  # noqa: FBT001
 ) -> tuple[Any, ...]:
-    """By which a call that PyTorch's own serves is known again; ``steps`` of packed ones, whose states are not looked at."""
+    """The key of a call that torch.gru serves; ``steps``: of packed sequences, whose states are not part of it."""
     return (
         gradient,
         settings,
@@ -107,17 +107,17 @@ def _sizes(  # noqa: PLR0913 - what a call is known by
     )
 
 
-def is_left(  # noqa: PLR0913 - what a call is known by
+def is_left(  # noqa: PLR0913 - what identifies a call
     x: Any, hx: Any, weights: Sequence[Any], settings: tuple[Any, ...], steps: int = 0, *, gradient: bool = False
 ) -> bool:
-    """Whether PyTorch's own served a call of these sizes, so that it does again.
+    """Whether torch.gru served a call of these sizes before, and so serves this one.
 
-    ``settings`` as ``known`` has them; ``steps`` of packed sequences, of which x is the data; ``gradient``: one is needed.
+    ``settings``: as in ``known``; ``steps``: of packed sequences, whose data is x; ``gradient``: a gradient is needed.
     """
     return id(weights[0]) in left.LEFT and left.is_left(weights[0], _sizes(x, steps, hx, weights, settings, gradient))
 
 
-def known(  # noqa: PLR0913 - what a call is known by
+def known(  # noqa: PLR0913 - what identifies a call
     x: Any, hx: Any, weights: Any, settings: tuple[Any, ...], resets: Any = None, batch_sizes: Any = None
 ) -> Result | None:
     """The result of a call with the properties of one served before, without checks; None for any other call.
@@ -130,8 +130,8 @@ def known(  # noqa: PLR0913 - what a call is known by
         if batch_sizes is not None and sizes is None:
             return None
         if (
-            resets is None  # PyTorch's own has none
-            and sizes is None  # whether it serves packed sequences, tuned.nn asks
+            resets is None  # torch.gru has none
+            and sizes is None  # of packed sequences tuned.nn asks ``is_left`` itself
             and id(weights[0]) in left.LEFT
             and is_left(x, hx, weights, settings, gradient=gradient)
             and all(t.is_contiguous() for t in (hx, *weights))
@@ -145,7 +145,7 @@ def known(  # noqa: PLR0913 - what a call is known by
 
 
 def trained(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...], resets: Any = None) -> Any:
-    """The plan for the forward of a call that needs a gradient; None for one without a gradient, or not known."""
+    """The plan for the forward of a call that needs a gradient; None if the call needs none, or has no plan."""
     try:
         gradient = _grad_enabled() and _needs_gradient(x, hx, weights)
         return _found(_TRAINED, x, hx, weights, settings, resets, None) if gradient else None
@@ -153,7 +153,7 @@ def trained(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...], resets: An
         return None
 
 
-def _found(  # noqa: PLR0913 - what a call is known by
+def _found(  # noqa: PLR0913 - what identifies a call
     plans: dict[Any, Any],
     x: Any,
     hx: Any,
@@ -162,7 +162,7 @@ def _found(  # noqa: PLR0913 - what a call is known by
     resets: Any,
     sizes: bytes | None,
 ) -> Any:
-    """The plan of a call among ``plans``, or None; ``sizes``: as ``sizes_of`` has them, of packed sequences."""
+    """The plan of a call among ``plans``, or None; ``sizes``: of packed sequences, what ``sizes_of`` returns."""
     device = x.get_device()
     near = (
         x.shape, resets is None, len(weights), settings, sizes, residents.place(device), _autocast(), listeners(),
@@ -186,7 +186,7 @@ def _by_torch(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Resul
 
 
 class Launched(NamedTuple):
-    """One launch of a call: the part of it that it computed, and how; ``compiled`` is its kernel, or None."""
+    """One launch: the part of a call that it computed, and how; ``compiled`` is its kernel, or None."""
 
     call: GruCall
     spec: GruSpec
@@ -196,18 +196,18 @@ class Launched(NamedTuple):
 
     @property
     def has_plan(self) -> bool:
-        """Whether equal ones need only products of the input and this launch, or the launches of all steps."""
+        """Whether equal calls need only products of the input and this launch, or the launches of all steps."""
         if self.compiled is None or self.spec.thd:
             return False
         return self.variant.strategy == "persistent" or (self.variant.strategy == "library" and not self.copied)
 
     @property
     def copied(self) -> bool:
-        """Whether hx was, so that every call must copy it again: its rows were apart, or not aligned."""
+        """Whether hx was copied, since it was not contiguous or not aligned: every equal call must copy it again."""
         return bool(self.recurrence.h_0.data_ptr() != self.call.hx.data_ptr())
 
     def plan(self) -> Any:
-        """The plan of equal ones; None if they must be launched publicly."""
+        """The plan of equal calls; None if they must be launched publicly."""
         if self.variant.strategy == "library":
             return _plan_by_library(self.call, self.spec, self.recurrence, self.compiled)
         launch = sequence(self.spec, self.variant, self.recurrence, 0, self.recurrence.seq)
@@ -218,7 +218,7 @@ class Launched(NamedTuple):
 def learn(call: GruCall, launched: Sequence[Launched], *, captured: bool, gradient: bool) -> None:
     """Remember how a call was served, if equal calls need only library GEMMs of the input and these launches.
 
-    ``captured``: in a CUDA graph too; ``gradient``: it was the forward of a call that needs one.
+    ``captured``: the plan serves in a CUDA graph too; ``gradient``: the call was the forward of one that needs a gradient.
     """
     sizes = None if call.batch_sizes is None else sizes_of(call.batch_sizes)
     key = _key(call.input, call.hx, call.weights, settings_of(call), call.resets, sizes)
@@ -258,8 +258,8 @@ def learn(call: GruCall, launched: Sequence[Launched], *, captured: bool, gradie
 
 
 def _again(key: Any) -> bool:
-    """Whether a call of packed sequences with these lengths was seen before. Most are not again, and a plan takes longer than a call."""
-    if _ONCE.pop(key, False):  # at once, since threads call at once
+    """Whether a call of packed sequences with these lengths was seen before. Most never recur, and a plan takes longer than a call."""
+    if _ONCE.pop(key, False):  # one operation, since several threads may call
         return True
     if len(_ONCE) >= MAX_LENGTHS:
         _ONCE.clear()
@@ -268,10 +268,10 @@ def _again(key: Any) -> bool:
 
 
 def learn_library(call: GruCall, *, captured: bool) -> None:
-    """Remember how PyTorch's own served a call that has a ``width``, of padded tensors; ``captured``: in a CUDA graph too."""
+    """Remember how torch.gru served a call that has a ``width``, with padded tensors; ``captured``: in a CUDA graph too."""
     sizes = None if call.batch_sizes is None else sizes_of(call.batch_sizes)
 
-    # Sizes of its own: the caller's may change.
+    # The plan has its own copy of batch_sizes: the caller's may change.
     bare = dataclasses.replace(
         call,
         input=None,  # type: ignore[arg-type]
@@ -298,7 +298,7 @@ def learn_library(call: GruCall, *, captured: bool) -> None:
 
 
 def _in_turn(plans: Sequence[Any], cells: Sequence[int], biased: bool) -> Any:  # noqa: FBT001
-    """The plan of layers that are launched one after another, each of so many cells."""
+    """The plan of layers that are launched one after another; ``cells``: how many cells each of ``plans`` computes."""
     ends = list(itertools.accumulate(cells))
     each = 4 if biased else 2
     parts = [
@@ -319,7 +319,7 @@ def _in_turn(plans: Sequence[Any], cells: Sequence[int], biased: bool) -> Any:  
 
 
 def _of_wide(plan: Any, padding: Padding) -> Any:
-    """The plan of a call that is padded, given that of the padded one."""
+    """The plan of a call that is to be padded, given the plan of the padded call."""
     pad, cut = padding
 
     def wide(x: Any, hx: Any, weights: Any, resets: Any = None) -> Any:
@@ -330,12 +330,12 @@ def _of_wide(plan: Any, padding: Padding) -> Any:
 
 
 def settings_of(call: GruCall) -> tuple[Any, ...]:
-    """Those of ``known``."""
+    """The ``settings`` of ``known``."""
     return call.has_biases, call.num_layers, call.bidirectional, call.batch_first
 
 
 def leave(call: GruCall, *, captured: bool, gradient: bool = False) -> None:
-    """Remember that PyTorch's own serves calls of these sizes; ``captured``: in a CUDA graph too; ``gradient``: with one."""
+    """Remember that torch.gru serves calls of these sizes; ``captured``: in a CUDA graph too; ``gradient``: if they need one."""
     settings = settings_of(call)
     if call.cu_seqlens is None and call.resets is None and (gradient or not call.dropout):
         steps = 0 if call.batch_sizes is None else call.batch_sizes.numel()
@@ -347,7 +347,7 @@ def leave(call: GruCall, *, captured: bool, gradient: bool = False) -> None:
 def _plan(launched: Launched, direct: Any) -> Callable[..., Any] | None:  # noqa: PLR0915 - one thing after another
     call, spec, variant, recurrence, _ = launched
     run, function, head, programs, rest, stream_of, enter, leave = direct
-    # Of the arguments that are no tensors the last two before the constants are the strides of resets, which stand before them.
+    # ``rest`` is numbers, then constants. The last two numbers are the strides of resets, and resets itself goes before them.
     marked = len(rest) - len(sequence(spec, variant, recurrence, 0, recurrence.seq).constants) - 2 if spec.resets else 0
     device = call.input.device
     tokens, hidden, each = call.input.shape[:-1], spec.hidden, 4 if spec.bias else 2
@@ -385,7 +385,7 @@ def _plan(launched: Launched, direct: Any) -> Callable[..., Any] | None:  # noqa
         found = addresses(weights)
         if found is None:
             return None
-        pointers, _copies = found  # alive until all is launched
+        pointers, _copies = found  # keeps the copies alive until all is launched
         flat = x.reshape(rows, features)
         gates: Any = None
         if library:
@@ -429,19 +429,19 @@ def _plan(launched: Launched, direct: Any) -> Callable[..., Any] | None:  # noqa
 
 
 class _Stack(NamedTuple):
-    """Weights of a kind, of all cells that a launch reads."""
+    """The weights of one kind, such as weight_hh, of all cells that a launch reads."""
 
     where: slice  # among the weights of a call
-    step: int  # bytes between those of neighbouring cells, as the kernel was compiled
-    as_given: bool  # whether the caller's may be read where they lie
-    size: int  # bytes of those of one cell
-    offset: int  # of copies in memory
+    step: int  # bytes from one cell's weights to the next's, as the kernel was compiled for
+    as_given: bool  # whether the caller's tensors may be read where they lie
+    size: int  # bytes of one cell's weights
+    offset: int  # bytes from the start of the memory of copies
 
 
 def _stacks(launched: Launched) -> Callable[[Sequence[Any]], tuple[list[int], Any] | None]:
-    """What gives the addresses of the weights that a launch reads, of each kind that of the first cell, and copies to keep alive.
+    """A function of the weights of a call -> (for each kind of weights the address of the first cell's, copies to keep alive).
 
-    None if neither the tensors of the cells nor copies lie as far apart as those that the kernel was compiled for.
+    It returns None if neither the cells' tensors nor copies of them lie as far apart as the kernel was compiled for.
     """
     call, spec, _, recurrence, _ = launched
     each, item = 4 if spec.bias else 2, spec.item
@@ -489,14 +489,14 @@ def _stacks(launched: Launched) -> Callable[[Sequence[Any]], tuple[list[int], An
 
 
 def _preparation(launched: Launched) -> Callable[..., None] | None:
-    """What must hold of (out, between, counters) before a launch; None if launches must be public.
+    """A function that prepares (out, between, counters) for a launch; None if launches must be public.
 
-    Readers of a state poll until it is not all bits set, or until a counter that was 0 says so.
+    Readers of a state poll until it is no longer all bits set, or until a counter, which starts at 0, says that it is written.
     """
     call, spec, variant, recurrence, _ = launched
     rows, width = call.input.shape[:-1].numel(), spec.directions * spec.hidden
-    todo: dict[int, Rows] = {}  # which of them, and how
-    by_torch: list[int] = []  # which are so large that the host's time does not count
+    todo: dict[int, Rows] = {}  # the place of a tensor -> how our launch fills it
+    by_torch: list[int] = []  # the places of tensors so large that the host's time does not count: PyTorch fills them
     if not alone(spec, variant) and variant.exchange == "counter":
         todo = {2: filled(1, counters_needed(spec, recurrence.batch) * 4 // spec.item, 0)}
     elif not alone(spec, variant):
@@ -519,14 +519,14 @@ def _preparation(launched: Launched) -> Callable[..., None] | None:
 
 
 def _plan_by_library(call: GruCall, spec: GruSpec, recurrence: Recurrence, compiled: Any) -> Callable[..., Any] | None:
-    """The plan of strategy "library", in which the host has little to do at a step; None if steps are several kernels."""
+    """The plan of strategy "library", with little host work at a step; None if steps are several compiled kernels."""
     index, each, directions, hidden, seq = (
         call.input.device.index, 4 if spec.bias else 2, spec.directions, spec.hidden, recurrence.seq,
     )  # fmt: skip
     biases = [b for start in range(2, len(call.weights), each) for b in call.weights[start : start + each - 2]]
     if not steps_are_alike(spec) or any(not b.is_contiguous() or b.data_ptr() % ALIGNED_BYTES for b in biases):
         return None
-    # The first step of a direction reads hx, which has strides of its own, and may be another compiled kernel.
+    # The first step of a direction reads hx, whose strides differ from those of later states: it may be another compiled kernel.
     firsts = [gates_of_step(spec, recurrence, cell, 0, recurrence.h_0[cell]) for cell in range(directions)]
     laters = [
         gates_of_step(spec, recurrence, cell, 0, state_of_step(spec, recurrence, cell, 0)) for cell in range(directions)

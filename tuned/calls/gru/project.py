@@ -25,9 +25,9 @@ SMALL_PRODUCT = 2**29  # multiplications: 20 us at the 50 TFLOP/s that an H200 h
 def by_library(rows: int, weight: torch.Tensor, precision: str) -> bool:
     """Whether the library multiplies the input of a layer.
 
-    It does for 16-bit weights, and if torch's precision of float32 GEMMs is the GRU's. It also does if that is "ieee", the
-    GRU's is "tf32", and the product is too small for the difference in time to matter, or its rows have an odd width: of these
-    our kernel loads an element at a time, and took 1.8 to 2.5 times as long as the library without tensor cores.
+    It does for 16-bit weights, and if torch's precision of float32 GEMMs is the GRU's. If torch's is "ieee" and the GRU's is "tf32",
+    it also does where the product is too small for the difference in time to matter, or where rows have an odd width: these our
+    kernel loads an element at a time, and took 1.8 to 2.5 times as long as the library without tensor cores.
     """
     if weight.dtype is not torch.float32 or precision_of(torch.float32) == precision:
         return True
@@ -37,7 +37,7 @@ def by_library(rows: int, weight: torch.Tensor, precision: str) -> bool:
 def of_both(rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The library's products ``[2, rows, 3 * H]`` of rows and the weights of two directions, at once: half of the host's time.
 
-    None if one of them is large, and so the device's time, or if they do not lie in one memory like rows of one tensor.
+    None if the products are so large that device time counts, or if the weights do not lie in one memory like rows of one tensor.
     """
     first, second = weights
     width, features = first.shape
@@ -66,7 +66,7 @@ def project(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precisi
 def product_of(
     rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, precision: str
 ) -> Callable[[torch.Tensor, torch.Tensor, int], None] | None:
-    """What ``project`` does of tensors like these, given both and the address of the result; None if it has to decide each time."""
+    """``project`` of tensors like these, as a function (rows, weight, address of the result); None if it has to decide each time."""
     if by_library(rows.shape[0], weight, precision) or rows_of(rows) is not rows or weight_of(weight) is not weight:
         return None
     spec = LinearCatSpec("float32", (rows.shape[1],), weight.shape[0], bias=False, precision=precision)
@@ -81,7 +81,7 @@ def product_of(
     if direct is None:
         return None
     run, function, head, programs, rest, stream_of, _, _ = direct
-    of_weight = sum(isinstance(t, torch.Tensor) for t in launch.arguments) - 2  # in the place of what there is not, too
+    of_weight = sum(isinstance(t, torch.Tensor) for t in launch.arguments) - 2  # it stands for missing tensors, too
 
     def product(rows: torch.Tensor, weight: torch.Tensor, out: int) -> None:
         given = (rows.data_ptr(), *(weight.data_ptr(),) * of_weight, out)
@@ -94,7 +94,7 @@ def product_of(
 def _projection(spec: LinearCatSpec, size: LinearCatSize, gpu: Gpu) -> Any:
     """The variant of a product that is not ``by_library``; None where no kernel fits.
 
-    A kernel that a row says is slower serves as well: PyTorch's own follows a setting, and would multiply in another precision.
+    A kernel serves even where a row says that it is slower: PyTorch's product follows a setting, and would have another precision.
     """
     variant = choose(LINEAR_CAT, spec, size, gpu).variant
     if variant is not None:

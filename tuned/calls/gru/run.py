@@ -1,7 +1,8 @@
 """Run a GRU over sequences with kernels.
 
-The library (cuBLAS) multiplies the input of a layer by its weights, for all steps at once. The recurrence is one launch
-per layer, for both directions, or one for all layers, or what else the variant says: see tuned.families.gru.variant.
+The library (cuBLAS) multiplies the input of a layer by its weights, for all steps at once. The recurrence is then one
+launch per layer, for both directions, or one launch for all layers, or whatever else the variant says: see
+tuned.families.gru.variant. "As a call" means outside of CUDA graphs, where host time counts too.
 """
 
 from __future__ import annotations
@@ -49,32 +50,33 @@ from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, Gpu, best_kernel, by_steps, choose, modelled, usable
 from tuned.lookup.model import library_us, us_of
 
-# What a product of the library and a kernel take the host at each step of a call: a fast one, and a slow one, where nn.GRU takes 24. To
-# call torch.mm takes a host up to 28 us, whatever it multiplies. docs/decisions/0072
+# Host time of a step of strategy "library" (a library product and a kernel) as a call: on a fast host, and on a slow one, where
+# nn.GRU takes 24. Calling torch.mm alone takes a host up to 28 us, whatever it multiplies. docs/decisions/0072
 CALLED_STEP_US, SLOW_CALLED_STEP_US = 10.0, 37.0
-# What one more layer takes the host of a call, on the scale of HOST_STEP_US: the product of its input, and its recurrence.
+# Host time of one more layer of a call, on the scale of HOST_STEP_US: the product of its input, and its recurrence.
 CALLED_LAYER_US = 10.0
-# What kernels of several layers must save the device of a call, for each layer and direction, where PyTorch's own is one launch each:
-# the host takes longer for ours. Two layers both ways that saved 56 us took a slow host 41 us more than PyTorch's own.
+# Device time that kernels must save a call of several layers, for each layer and direction, where cuDNN has one launch for each: our
+# kernels take the host longer. Two layers both ways whose kernels saved 56 us took a slow host 41 us more than nn.GRU.
 CALLED_LAYER_SAVES_US = 20.0
-# What a call of packed sequences takes the host, on the scale of HOST_STEP_US, beside what one of sequences of one length does.
+# Host time of a call of packed sequences beyond that of a call of sequences of one length, on the scale of HOST_STEP_US.
 PACKED_US = 64.0
-# What PyTorch's own takes a slow host a step of a layer and direction: padded, it takes the device less, and the host as long.
-# And one that is neither slow nor fast: that of the H200s took 17 for 60 rows of 1742 units (docs/decisions/0078).
+# Host time of nn.GRU for a step of a layer and direction, as long with padded rows as without. First on a slow host, then on
+# one that is neither slow nor fast: the H200s' host took 17 for 60 rows of 1742 units (docs/decisions/0078).
 SLOW_HOST_STEP_US, PADDED_STEP_US = 24.0, 17.0
-NARROW_TAKES = 1.25  # of what the model thinks, kernels of rows that are no multiple of 16 bytes
-LIBRARY_NARROW_TAKES = 1.13  # PyTorch's own of such rows at least: 1.13, 1.3 and 2.1 of it, of three layers
-# What the model of PyTorch's own thinks too little of many units and some rows: of rows that are no multiple of 16 bytes 1.24 to 2.35
-# times less than was measured, of others 1.1 to 1.7 (benchmarks/results/tuning/nvidia_h100-narrow-grus.json).
+# Kernels take this multiple of the model's estimate if rows are no multiple of 16 bytes ("narrow" rows).
+NARROW_TAKES = 1.25
+LIBRARY_NARROW_TAKES = 1.13  # nn.GRU of narrow rows takes at least this multiple: three layers took 1.13, 1.3 and 2.1
+# The model of nn.GRU thinks too little of many units and some rows: 1.24 to 2.35 times less than was measured for narrow rows, and
+# 1.1 to 1.7 times less for others (benchmarks/results/tuning/nvidia_h100-narrow-grus.json).
 MANY_UNITS, FEW_ROWS, SOME_ROWS = 1024, 4, 128
 NARROW_MORE, WIDE_MORE = 1.5, 1.3
-# What narrow ones take at least, in a graph, of what the model thinks: of 522 random GRUs nine in ten took so much or more, and of many
-# units of 16 bits more (docs/decisions/0078).
+# The least multiple of the model's estimate that nn.GRU of narrow rows takes in a graph: nine in ten of 522 random GRUs took so much
+# or more, and those of many units in 16 bits took more (docs/decisions/0078).
 SOME_UNITS, SOME_LEAST, MANY_LEAST = 512, 1.15, 1.22
-ROW_TAKES = 0.95  # of what kernels of form "row" take without padding, with it
+ROW_TAKES = 0.95  # kernels of form "row" must take less with padding than this part of their time without
 LEFT = Choice("eager", "PyTorch's own takes less with padded rows, and kernels not enough less to be sure of it", None)
-MEASURED_RULES = ("winner", "nearest size")  # of a choice whose steps were measured
-DEVICE_ROWS = 64  # from so many on a call of a GRU takes the device longer than the host
+MEASURED_RULES = ("winner", "nearest size")  # rules of a choice whose steps were measured
+DEVICE_ROWS = 64  # from so many rows on a call of a GRU takes the device longer than the host
 ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so aligned if their width allows it
 
 
@@ -86,9 +88,9 @@ class Kept(NamedTuple):
 
 
 def wide(call: GruCall, *, captured: bool | None = None) -> GruCall:
-    """The call, with ``width`` set where kernels take less with rows padded to a multiple of 16 bytes.
+    """The call, with ``width`` set where it takes less with rows padded to a multiple of 16 bytes.
 
-    The rows of the states and of the input, or those of the input alone. ``captured``: as in ``_parts``.
+    Padding is for the rows of states and input, or for those of the input alone. ``captured``: as in ``_parts``.
     """
     hidden, features, item = call.hx.shape[2], call.input.shape[-1], call.input.element_size()
     width = width_of(hidden, item)
@@ -104,7 +106,7 @@ def wide(call: GruCall, *, captured: bool | None = None) -> GruCall:
     broad = [choice for _, _, choice in _parts(wider, captured=captured)]
     if pays(spec, size, call.num_layers, narrow, broad, captured=captured):
         return wider
-    known = gpu_of(call.input.device).capability  # what PyTorch's own takes is known of NVIDIA's GPUs
+    known = gpu_of(call.input.device).capability  # the time of nn.GRU is known on NVIDIA's GPUs alone
     served = any(choice.variant is not None for choice in narrow)
     if served or not known or not pays_pytorch(spec, size, call.num_layers, captured=captured):
         return call
@@ -119,7 +121,7 @@ def pays_for_input(spec: GruSpec, size: GruSize, features: int, choices: Sequenc
 
 
 def narrow_us(spec: GruSpec, size: GruSize, features: int) -> float:
-    """How much longer the product of an input takes than with rows of a multiple of 16 bytes, microseconds."""
+    """How much longer the product of an input takes than it would with padded rows, microseconds."""
     now, after = (
         us_of(GRU, "projection", products_of_input(spec, size, width))
         for width in (features, width_of(features, spec.item))
@@ -130,23 +132,23 @@ def narrow_us(spec: GruSpec, size: GruSize, features: int) -> float:
 def pays(  # noqa: PLR0913 - a call, and what would serve it
     spec: GruSpec, size: GruSize, layers: int, narrow: Sequence[Choice], broad: Sequence[Choice], *, captured: bool
 ) -> bool:
-    """Whether so many layers of a spec take less with padded rows.
+    """Whether ``layers`` layers of a spec take less with padded rows.
 
-    ``narrow``, ``broad``: the choices of all their launches, without padding and with it.
+    ``narrow``, ``broad``: the choices for all their launches, without padding and with it.
     """
     if any(choice.variant is None or not choice.us for choice in broad):
         return False
     us = sum(choice.us for choice in broad) + widening_us(spec, size, layers, captured=captured)
     if all(choice.variant is not None for choice in narrow):
         # The model thinks kernels faster than they are, and those of narrow rows by a quarter more than others. Form "row" takes as
-        # long of both: what differs is the product of the input.
+        # long with padding as without: only the product of the input differs.
         alike = narrow[0].variant.by_row and broad[0].variant.by_row
         most = ROW_TAKES if alike else NARROW_TAKES if narrow[0].rule == "model" else MARGIN
         return us < most * sum(choice.us for choice in narrow)
-    if spec.resets:  # which PyTorch's own has not
+    if spec.resets:  # nn.GRU has none
         return True
     least, left = _replaced_us(spec, size, layers, captured=captured), narrow[0]
-    if layers == 1 and left.row is not None and left.us:  # which was measured
+    if layers == 1 and left.row is not None and left.us:  # nn.GRU was measured
         least = left.us if captured else max(left.us, called_us(spec, size))
     wider, variant = wider_spec(spec), broad[0].variant
     by_steps = variant.strategy == "library" and not captured
@@ -156,7 +158,7 @@ def pays(  # noqa: PLR0913 - a call, and what would serve it
 
 
 def _replaced_us(spec: GruSpec, size: GruSize, layers: int, *, captured: bool) -> float:
-    """``library_us_of``, with what the model thinks too little of rows that are no multiple of 16 bytes: what a call replaces."""
+    """The time of nn.GRU that a call replaces: ``library_us_of``, raised where the model thinks too little of narrow rows."""
     device_us = library_us_of(spec, size, layers, captured=True)
     if wider_spec(spec) != spec and spec.hidden > SOME_UNITS and FEW_ROWS < size.batch <= SOME_ROWS:
         device_us *= MANY_LEAST if spec.hidden > MANY_UNITS and spec.dtype != "float32" else SOME_LEAST
@@ -164,7 +166,7 @@ def _replaced_us(spec: GruSpec, size: GruSize, layers: int, *, captured: bool) -
 
 
 def pays_pytorch(spec: GruSpec, size: GruSize, layers: int, *, captured: bool) -> bool:
-    """Whether PyTorch's own takes less with padded rows: tensor cores multiply narrow ones up to five times as long."""
+    """Whether nn.GRU takes less with padded rows: tensor cores take up to five times as long to multiply narrow ones."""
     if not multiplies_faster(spec):
         return False
     now, after = narrow_and_wide_us(spec, size, layers)
@@ -174,12 +176,12 @@ def pays_pytorch(spec: GruSpec, size: GruSize, layers: int, *, captured: bool) -
 
 
 def multiplies_faster(spec: GruSpec) -> bool:
-    """Whether PyTorch's own takes less for products of rows that are a multiple of 16 bytes, and can serve a spec."""
+    """Whether nn.GRU can serve a spec, and its products take less if rows are a multiple of 16 bytes."""
     return not (spec.resets or spec.thd or (spec.dtype == "float32" and spec.precision == "ieee"))
 
 
 def narrow_and_wide_us(spec: GruSpec, size: GruSize, layers: int) -> tuple[float, float]:
-    """What PyTorch's own takes the device for rows as they are, and padded, microseconds."""
+    """The device time of nn.GRU, microseconds: with rows as they are, and with padded rows."""
     narrow, broad = (library_us_of(one, size, layers, captured=True) for one in (spec, wider_spec(spec)))
     if spec.hidden <= MANY_UNITS or not FEW_ROWS < size.batch <= SOME_ROWS:
         return narrow, broad
@@ -188,7 +190,7 @@ def narrow_and_wide_us(spec: GruSpec, size: GruSize, layers: int) -> tuple[float
 
 @functools.lru_cache(maxsize=misses.MAX_CHOICES)
 def library_us_of(spec: GruSpec, size: GruSize, layers: int, *, captured: bool) -> float:
-    """What PyTorch's own is thought to take for so many layers, microseconds: the device's time, and of a call at least the host's."""
+    """The estimated time of nn.GRU for ``layers`` layers, microseconds: the device's; as a call the host's, if that is longer."""
     if layers == 1:
         theirs_us, host_us = library_us(GRU, spec, size), called_us(spec, size)
     else:
@@ -198,7 +200,7 @@ def library_us_of(spec: GruSpec, size: GruSize, layers: int, *, captured: bool) 
 
 
 def why_not(call: GruCall, *, trained: bool = False) -> str | None:
-    """Why no kernel can serve a checked call, or None; ``trained``: it is the forward of one that needs a gradient."""
+    """Why no kernel can serve a checked call, or None; ``trained``: it is the forward of a call that needs a gradient."""
     reason = why_eager(call.input, name_of(call.input.dtype) in DTYPES)
     if reason is None and not call.hx.shape[2]:
         return "there is nothing to compute: an axis is empty"
@@ -217,19 +219,19 @@ def why_not(call: GruCall, *, trained: bool = False) -> str | None:
 
 
 def kernels_us(call: GruCall, *, trained: bool) -> float:
-    """What the recurrences of a call that ``why_not`` accepts are thought to take, microseconds; 0 where that of one is not known."""
+    """The estimated time of the recurrences of a call that ``why_not`` accepts, microseconds; 0 if the time of one is not known."""
     each = [choice.us for _, _, choice in _parts(call, trained=trained)]
     return sum(each) if all(each) else 0.0
 
 
 def units_more(call: GruCall) -> str:
-    """What is to be said of a call that PyTorch's own serves with padded rows; nothing of another."""
+    """For a reason why: how many units were added to a padded call; an empty string for a call that is not padded so."""
     more = 0 if call.width is None else call.width - call.hx.shape[2]
     return f"; with {more} units more, so that rows are a multiple of 16 bytes" if more else ""
 
 
 def remember_eager(call: GruCall) -> None:
-    """Have later calls like one that ``why_not`` refused take PyTorch's own at once."""
+    """Let torch.gru serve later calls like one that ``why_not`` refused, without deciding again."""
     served = (
         why_eager(call.input, name_of(call.input.dtype) in DTYPES) is None and call.hx.shape[2] and not is_empty(call)
     )
@@ -240,12 +242,12 @@ def remember_eager(call: GruCall) -> None:
 
 
 def pads_pytorch(call: GruCall, *, captured: bool | None = None) -> bool:
-    """Whether PyTorch's own is to serve a call that ``wide`` has seen, with padded tensors; ``captured``: as there."""
+    """Whether torch.gru is to serve a call that ``wide`` returned, with padded tensors; ``captured``: as in ``wide``."""
     return call.width is not None and all(choice.variant is None for _, _, choice in _parts(call, captured=captured))
 
 
 def padded_pytorch(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, h_n) by PyTorch's own of padded tensors, for a call that ``pads_pytorch``."""
+    """(output, h_n) by torch.gru with padded tensors, for a call of which ``pads_pytorch`` is true."""
     with torch.cuda.device(call.input.device):
         if may_learn(call.input.device):
             in_graph = wide(call.as_given, captured=True)
@@ -257,13 +259,13 @@ def padded_pytorch(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def modelled_steps(call: GruCall) -> bool:
-    """Whether a call that needs a gradient, and that ``why_not`` accepts, gets a launch for each step, which no row says."""
+    """Whether the model, and no row, gives a launch for each step to a call that needs a gradient and that ``why_not`` accepts."""
     choice = _parts(call, trained=True)[-1][2]
     return choice.rule == "model" and choice.variant is not None and choice.variant.strategy == "library"
 
 
 def choice_of(call: GruCall, *, trained: bool = False) -> tuple[Choice, tuple[str, ...]]:
-    """The choice for a call that ``why_not`` accepts, or that begins a gradient, and the modules of tuned.kernels that it launches."""
+    """The choice for a call that ``why_not`` accepts, or for a training's forward; and the modules of tuned.kernels that it launches."""
     if is_empty(call):
         return Choice("eager", "there is no step to compute", None), ()
     spec, _, choice = _parts(call, trained=trained)[-1]
@@ -274,7 +276,7 @@ def choice_of(call: GruCall, *, trained: bool = False) -> tuple[Choice, tuple[st
 
 
 def forward(call: GruCall, kept: list[Kept] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, h_n) by kernels, for a call that ``why_not`` accepts; ``kept`` gets what a gradient needs, of each launch.
+    """(output, h_n) by kernels, for a call that ``why_not`` accepts; for each launch ``kept`` gets what its gradient needs.
 
     Raises:
         NotedError: this thread listens, and the launches were noted instead.
@@ -299,7 +301,7 @@ def _forward(call: GruCall, kept: list[Kept] | None) -> tuple[torch.Tensor, torc
     if any(choice.variant is None for _, _, choice in parts):  # a limit was met after ``why_not`` accepted the call
         return eager.gru(call)
     lengths, index = lengths_of(call), call.input.get_device()
-    if listening() is not None:  # what a known call fills tensors by
+    if listening() is not None:  # note the kernel by which plans fill tensors, too
         launches_of([filled(1, 1, 0)], call.input)
     padding = None if call.width is None or kept is not None or index < 0 else padding_of(call)
     served = call if call.width is None else widened(call) if padding is None else _padded(call, padding)
@@ -316,7 +318,7 @@ def _forward(call: GruCall, kept: list[Kept] | None) -> tuple[torch.Tensor, torc
         layer += spec.layers
     if listening() is not None:  # all launches of the call are noted, and none was made
         raise NotedError
-    # A plan for a gradient is known by wide tensors, which a GRU that is as wide may have too.
+    # If a training was widened before, its plan would have the key of a GRU that really is as wide: no plan is made.
     widened_before = call.units is not None
     if may_learn(call.input.device):
         captured = kept is None and _alike_in_graph(call, parts)
@@ -328,7 +330,7 @@ def _forward(call: GruCall, kept: list[Kept] | None) -> tuple[torch.Tensor, torc
 
 
 def _alike_in_graph(call: GruCall, parts: Sequence[tuple[GruSpec, GruSize, Choice]]) -> bool:
-    """Whether a call without a gradient is the same launches in a CUDA graph. What one of PyTorch's own needs is set up."""
+    """Whether a call without a gradient makes the same launches in a CUDA graph. If torch.gru serves there, cuDNN is set up."""
     in_graph = _parts(wide(call.as_given, captured=True), captured=True)
     if any(choice.variant is None for _, _, choice in in_graph):
         library.set_up_recurrences(call.input.device)
@@ -342,7 +344,7 @@ def _padded(call: GruCall, padding: Padding) -> GruCall:
 
 
 def cells_of(call: GruCall, x: torch.Tensor, cells: slice) -> GruCall:
-    """The part of a call that some of its cells, of whole layers, compute of an input x; without dropout."""
+    """The part of a call that the cells of some whole layers compute from an input x; without dropout."""
     directions, each = 2 if call.bidirectional else 1, 4 if call.has_biases else 2
     return dataclasses.replace(
         call,
@@ -351,12 +353,12 @@ def cells_of(call: GruCall, x: torch.Tensor, cells: slice) -> GruCall:
         weights=call.weights[cells.start * each : cells.stop * each],
         num_layers=(cells.stop - cells.start) // directions,
         dropout=0.0,
-        units=None if cells.start else call.units,  # states that lower layers give are finite
+        units=None if cells.start else call.units,  # outputs of lower layers are finite
     )
 
 
 def in_one_launch(call: GruCall) -> bool:
-    """Whether all layers of a call, which has several, are one launch without a gradient."""
+    """Whether all layers of a call are one launch if no gradient is needed; true of a call of one layer."""
     return call.num_layers == 1 or (len(parts := _parts(call)) == 1 and parts[0][2].variant is not None)
 
 
@@ -366,7 +368,7 @@ def is_empty(call: GruCall) -> bool:
 
 
 def spec_of(call: GruCall, layers: int) -> tuple[GruSpec, GruSize]:
-    """The spec of so many layers of a call in one launch, and the size."""
+    """The spec of ``layers`` layers of a call in one launch, and the size."""
     layout = "packed" if call.batch_sizes is not None else "thd" if call.cu_seqlens is not None else "dense"
     directions = 2 if call.bidirectional else 1
     precision = recurrent_precision() if call.input.dtype == torch.float32 else "tf32"
@@ -383,7 +385,7 @@ def spec_of(call: GruCall, layers: int) -> tuple[GruSpec, GruSize]:
     return spec, GruSize(call.hx.shape[1], steps_of(call))
 
 
-_spec = functools.lru_cache(maxsize=misses.MAX_CHOICES)(GruSpec)  # to check one takes as long as all of a lookup
+_spec = functools.lru_cache(maxsize=misses.MAX_CHOICES)(GruSpec)  # checking a spec takes as long as a whole lookup
 
 
 def _parts(
@@ -421,7 +423,7 @@ def _parts(
 
 
 def _by_layers(call: GruCall, stack: Choice, gpu: Gpu, limit: tuple[int, ...], captured: bool) -> bool:  # noqa: FBT001
-    """Whether the layers of a stack take less one by one: those of few units have a form of their own, and a stack has not."""
+    """Whether the layers of a stack take less one by one: a layer of few units can take form "row", and a stack cannot."""
     spec, size = spec_of(call, 1)
     if not stack.us or row_variant(spec.hidden) is None:
         return False
@@ -433,8 +435,8 @@ def _by_layers(call: GruCall, stack: Choice, gpu: Gpu, limit: tuple[int, ...], c
 
 
 def limit_of(device: torch.device) -> tuple[int, ...]:
-    """The number of programs that may wait for each other on a part of the GPU; empty for all of it."""
-    found = residents.allowed(device.index or 0) if asked() is None else None  # all of a GPU that is asked about
+    """The number of programs that may wait for each other on a part of the GPU; empty if the process has all of it."""
+    found = residents.allowed(device.index or 0) if asked() is None else None  # tuned.explain asks about whole GPUs
     return () if found is None else (found,)
 
 
@@ -452,15 +454,15 @@ def timely(  # noqa: PLR0913 - a choice, and how it is called
     padded: bool = False,
     trained: bool = False,
 ) -> Choice:
-    """The choice as a call or a CUDA graph needs it: one launch, or one for each step, or PyTorch's own.
+    """The choice as a call or a CUDA graph needs it: one launch, a launch for each step, or torch.gru.
 
     Args:
         choice: what the lookup gave.
         spec: of one launch.
         size: of the call.
         captured: a CUDA graph spares the host a launch for each step.
-        padded: the call is narrower, and PyTorch's own of narrow rows takes longer, which ``pays`` weighs.
-        trained: a gradient follows, for which PyTorch's own has a launch for each step again, and ours has one for all.
+        padded: units were added. The call replaces nn.GRU of narrow rows, which takes longer: ``pays`` weighs that.
+        trained: a gradient follows. For it nn.GRU has a launch for each step again, and we have one for all.
     """
     found = _timely(choice, spec, size, captured, trained=trained)
     measured = choice.rule in MEASURED_RULES or (choice.rule == "eager" and choice.row is not None)
@@ -468,7 +470,7 @@ def timely(  # noqa: PLR0913 - a choice, and how it is called
     if steps is None or not (captured or steps_are_alike(spec)):
         return found
     us = steps.us if captured else max(steps.us, size.seq * spec.directions * CALLED_STEP_US)
-    # What PyTorch's own of narrow rows takes is held against that of padded ones by ``pays``.
+    # For a padded call ``pays`` holds the time of a slow host against nn.GRU of narrow rows.
     slow_us = 0.0 if captured or padded else slow_host_us(spec, size)
     if max(steps.us, slow_us) > MARGIN_STEPS * library_us_of(spec, size, 1, captured=True):
         return found
@@ -479,7 +481,7 @@ def timely(  # noqa: PLR0913 - a choice, and how it is called
 
 @functools.lru_cache(maxsize=misses.MAX_CHOICES)
 def _by_steps(spec: GruSpec, size: GruSize, gpu: Gpu) -> Choice | None:
-    """A launch for each step, on GPUs like those that it was measured on."""
+    """The choice of a launch for each step; None on GPUs of a lower capability than those that it was measured on."""
     return by_steps(GRU, spec, size, gpu) if gpu.capability >= MEASURED else None
 
 
@@ -491,9 +493,9 @@ def _timely(
     *,
     trained: bool,
 ) -> Choice:
-    """The choice, or the best in one launch or PyTorch's own, where no CUDA graph spares the host a launch for each step.
+    """The choice; where no CUDA graph spares the host a launch for each step, the best kernel in one launch or torch.gru.
 
-    Steps of the library stay where they take less all the same: of many rows, a step is the device's time.
+    Strategy "library" stays where it takes less even so: with many rows, the device decides the time of a step.
     """
     if choice.variant is None or spec.resets:
         return choice if captured or spec.resets else _called(choice, spec, size)
@@ -503,7 +505,7 @@ def _timely(
             return choice
         return _left(choice, f"the model errs, and {share} of PyTorch's time is what it must be thought to take here")
     other = None if choice.gpu is None else _modelled(spec, size, choice.gpu)
-    # A row was measured in a graph. What cu_seqlens says PyTorch's own reads on the host, which no capture allows.
+    # A row was measured in a graph. torch.gru needs the values of cu_seqlens on the host, which no capture allows.
     in_graph = captured and (choice.rule in MEASURED_RULES or spec.thd)
     if in_graph or (not captured and _serves_a_call(choice, other, spec, size, trained=trained)):
         return choice
@@ -515,7 +517,7 @@ def _timely(
 
 
 def _called(choice: Choice, spec: GruSpec, size: GruSize) -> Choice:
-    """A choice of PyTorch's own; or the best kernel in one launch, where the device takes less for it than the host for the other."""
+    """The choice, which is torch.gru; or the best kernel in one launch, if it takes the device less than nn.GRU takes the host."""
     host_us = called_us(spec, size)
     best = _best_kernel(spec, size, choice.gpu) if choice.gpu is not None and host_us else None
     if (
@@ -529,10 +531,10 @@ def _called(choice: Choice, spec: GruSpec, size: GruSize) -> Choice:
 
 
 def padded_call(choice: Choice, narrow: GruSpec, size: GruSize, layers: int) -> Choice:
-    """The choice for each of the layers of a padded call; or the best kernel in one launch, in the place of a launch for each step.
+    """The choice for each layer of a padded call; or the best kernel in one launch, instead of a launch for each step.
 
-    The steps of PyTorch's own take the host as long with padded rows as with ``narrow`` ones, which are what the call replaces, or
-    longer. A kernel takes the host no longer for more steps.
+    The call replaces nn.GRU of ``narrow`` rows. The steps of nn.GRU take the host as long with padded rows, or longer. A kernel in
+    one launch takes the host no longer for more steps.
     """
     variant = choice.variant
     in_one_launch = variant is not None and variant.strategy == "persistent"
@@ -564,9 +566,9 @@ def _modelled(spec: GruSpec, size: GruSize, gpu: Gpu) -> Choice | None:
 
 
 def _serves_a_call(choice: Choice, other: Choice | None, spec: GruSpec, size: GruSize, *, trained: bool) -> bool:
-    """Whether a launch for each step takes less than ``other``, the model's best in one launch, and than PyTorch's own in a graph.
+    """Whether a launch for each step takes less, as a call, than nn.GRU and than ``other``, the model's best in one launch.
 
-    Steps of the library have a short way where they are one kernel. A choice without a time is none of a family with a model.
+    Strategy "library" has plans only if its steps are one compiled kernel. A choice without a time is of no family with a model.
     """
     if choice.variant.strategy != "library" or not choice.us or not steps_are_alike(spec):
         return False
@@ -579,14 +581,14 @@ def _serves_a_call(choice: Choice, other: Choice | None, spec: GruSpec, size: Gr
 
 
 def slow_host_us(spec: GruSpec, size: GruSize, layers: int = 1) -> float:
-    """What the steps of the library of a call take a slow host. Where PyTorch's own takes the device less, it takes that host less too."""
+    """The time of a slow host for strategy "library". If nn.GRU takes the device less than this, it takes such a host less too."""
     return size.seq * layers * spec.directions * SLOW_CALLED_STEP_US
 
 
 def _share(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> float:  # noqa: FBT001
-    """The part of PyTorch's time that a modelled choice must be thought to take at most: where the device's time counts, less.
+    """The most that a choice may take, by its estimate, as a part of nn.GRU's time; less if the model chose and the device decides.
 
-    A call of few rows is the host's time, of which kernels take a third: docs/decisions/0050.
+    In a call of few rows the host decides, and kernels take a third of nn.GRU's host time: docs/decisions/0050.
     """
     if choice.rule == "model" and choice.variant.strategy == "library":
         return MARGIN_STEPS
@@ -597,7 +599,7 @@ def _share(choice: Choice, spec: GruSpec, size: GruSize, captured: bool) -> floa
 
 
 def _left(choice: Choice, why: str) -> Choice:
-    """A choice that is left to PyTorch's own."""
+    """The choice changed to torch.gru, for the reason ``why``."""
     return dataclasses.replace(choice, rule="eager", why=f"{why}; else {choice.rule}: {choice.why}", variant=None)
 
 
@@ -622,7 +624,7 @@ def _choose(spec: GruSpec, size: GruSize, gpu: Gpu, limit: int | None = None) ->
 
 
 def _with_resets(choice: Choice, spec: GruSpec, size: GruSize, gpu: Gpu) -> Choice:
-    """A choice that was made without resets, which take no time to speak of; or a kernel that has them, since cuDNN has not."""
+    """The choice made without resets, whose time hardly counts; else a kernel that supports them, since cuDNN does not."""
 
     def fits(variant: Any) -> bool:
         return variant is not None and usable(GRU, spec, size, variant, gpu.capability, gpu.multiprocessors)
@@ -644,7 +646,7 @@ def _with_resets(choice: Choice, spec: GruSpec, size: GruSize, gpu: Gpu) -> Choi
 def _recur(  # noqa: PLR0913 - a part of a call
     call: GruCall, spec: GruSpec, size: GruSize, variant: Any, h_n: torch.Tensor, lengths: Lengths
 ) -> tuple[torch.Tensor, Kept, Launched]:
-    """The output of one part of a call, ``[*tokens, directions * hidden]``. Its last states are written to ``h_n``."""
+    """(output ``[*tokens, directions * hidden]``, what a gradient needs, launch) of one part of a call; ``h_n`` gets its last states."""
     x, each = call.input, 4 if call.has_biases else 2
     rows, shape = x.reshape(-1, x.shape[-1]), (spec.directions, *x.shape[:-1], 3 * spec.hidden)
     both = spec.directions > 1 and by_library(len(rows), call.weights[0], spec.precision)
@@ -657,7 +659,7 @@ def _recur(  # noqa: PLR0913 - a part of a call
     recurrence = recurrence_of(call, spec, size, variant, gates, out, slice(None), h_n, lengths)
     compiled = run_steps(GRU.launches(spec, variant, recurrence), functools.partial(launch_known, x.device.index))
     between = recurrence.between
-    if between is not None and recurrence.out is not out:  # of a batch first
+    if between is not None and recurrence.out is not out:  # batch_first
         between = between.transpose(1, 2)
     return out, Kept(gates, between), Launched(call, spec, variant, recurrence, compiled)
 

@@ -1,6 +1,6 @@
-"""Where PyTorch's own trains in less time than kernels, though a row says that these take less backward.
+"""Where nn.GRU trains in less time than kernels, though a row says that kernels take less backward.
 
-A row is of another size, and of the gradient of the recurrence alone: beside it kernels take launches and products more.
+A row is of another size, and of the gradient of the recurrence alone: a training by kernels has more launches and products beside it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tuned.lookup.table import Row
 if TYPE_CHECKING:
     from tuned.calls.gru.wavefront import Wave
 
-# Of fewer steps a call is the host's time, most of which does not depend on them: by bytes of an element, and of packed sequences and
-# padded rows, which take the host longer; in a graph, that of some 20 launches. docs/decisions/0082
+# With fewer steps than these, what does not depend on steps decides. In a call that is host time: by bytes of an element; and for
+# packed sequences and padded rows, which take the host longer. In a graph it is the time of some 20 launches. docs/decisions/0082
 CALLED_STEPS, OTHER_STEPS, CAPTURED_STEPS = {2: 28, 4: 32}, 56, 8
-# What cuDNN has in one launch for all steps, backward too: rows up to which its time rises little, and what kernels must save a graph
-# of each layer, which launches more beside them.
+# For layers that cuDNN has in one launch for all steps, backward too: rows up to which its time rises little, and time that kernels
+# must save a graph of each layer, which has more launches beside them.
 ONE_LAUNCH_ROWS, ONE_LAUNCH_SAVES_US = 128, 70.0
-# By how much kernels must lead where PyTorch's own gives the output, and the input is multiplied again.
+# By how much kernels must lead where torch.gru computes the output, so that the backward multiplies the input by its weights again.
 BEGUN_LEAD = 1.5
-# What PyTorch's own takes backward, of what the model says that it takes forward, at most: of up to 128 rows.
+# nn.GRU takes at most this multiple of the model's estimate of its forward for its backward, with up to 128 rows.
 BACKWARD_TAKES = 2.0
-# What a call takes a slow host, in us: once, and each layer and direction. PyTorch's own has one launch for each there; of kernels the
-# forward and the backward are several launches and products each. A row is of another size, and is to lead by more than it says.
-# docs/decisions/0073
+# Time of a slow host for a training call, in us: once, and for each layer and direction, of which cuDNN has one launch each; the
+# forward and the backward by kernels are several launches and products each. A row is of another size, so kernels must lead by
+# CALLED_LEAD. docs/decisions/0073
 CALL_HOST_US, CELL_HOST_US = 1000.0, 1250.0
 CUDNN_CALL_HOST_US, CUDNN_CELL_HOST_US = 900.0, 620.0
 CALLED_LEAD = 1.2
@@ -48,17 +48,17 @@ def slower(  # noqa: PLR0911, PLR0913 - one return per rule; a call, and what wa
     *,
     begun: bool = False,
 ) -> str | None:
-    """Why PyTorch's own takes less all the same, or None.
+    """Why nn.GRU takes less even so, or None.
 
     Args:
         call: a checked call.
         spec: of one layer.
         size: of the call.
         choice: of the gradient of a layer.
-        planned: how its layers would run at once, if they may.
-        begun: PyTorch's own gives the output.
+        planned: how the call's layers would run at once, if they may.
+        begun: torch.gru computes the output.
     """
-    if spec.resets:  # which it has not
+    if spec.resets:  # nn.GRU has none
         return None
     captured, row = run.capturing(call.input.device), choice.row
     if size.seq * spec.directions < _least_steps(call, spec, captured=captured):
@@ -70,7 +70,7 @@ def slower(  # noqa: PLR0911, PLR0913 - one return per rule; a call, and what wa
     ours_us, theirs_us = _steps_us(call, spec, size, choice, row)
     if is_aligned(call) and theirs_us < (BEGUN_LEAD if begun else LEAD) * ours_us:
         return f"the closest row says for this size that PyTorch's own takes {theirs_us:.3g} us a step, and kernels {ours_us:.3g}"
-    if not captured:  # all of it is the host's time
+    if not captured:  # host time decides
         return _slower_called(spec, size, row, call.num_layers)
     if _one_launch(spec) and size.seq * (theirs_us - ours_us) < ONE_LAUNCH_SAVES_US:
         return f"PyTorch's own is one launch for all steps, {theirs_us:.3g} us each, and kernels are not one: {ours_us:.3g}"
@@ -78,13 +78,13 @@ def slower(  # noqa: PLR0911, PLR0913 - one return per rule; a call, and what wa
 
 
 def _steps_us(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice, row: Row) -> tuple[float, float]:
-    """What a step of a layer takes kernels and PyTorch's own backward, by a row of another size; at least, and at most."""
+    """The time of a backward step of a layer, by a row of another size: by kernels at least, and by nn.GRU at most."""
     longer = step_us(spec, size, choice.variant) / step_us(row.spec, row.size, row.variant)
     theirs_us = row.eager_us / row.size.seq
-    if _one_launch(spec) and row.size.batch > ONE_LAUNCH_ROWS:  # from which on it rises with the rows
+    if _one_launch(spec) and row.size.batch > ONE_LAUNCH_ROWS:  # beyond these its time rises with the rows
         theirs_us *= max(1.0, size.batch / row.size.batch)
     narrow = row.spec.hidden * row.spec.item % MAX_LOAD
-    if narrow and not _one_launch(spec) and is_aligned(call):  # of narrow rows it takes more
+    if narrow and not _one_launch(spec) and is_aligned(call):  # the row's nn.GRU took longer, since its rows are narrow
         aligned_us = BACKWARD_TAKES * run.library_us_of(spec, size, 1, captured=True)
         theirs_us = min(theirs_us, aligned_us / size.seq)
     return row.median_us * longer / row.size.seq, theirs_us
@@ -93,7 +93,7 @@ def _steps_us(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice, row: 
 def _slower_captured(
     spec: GruSpec, size: GruSize, row: Row, layers: int, planned: Callable[[], Wave | None]
 ) -> str | None:
-    """Why PyTorch's own takes less in a graph, or None: where it runs layers side by side."""
+    """Why nn.GRU takes less in a graph, or None: it may, where it runs layers side by side."""
     if layers == 1 or spec.directions > 1:
         return None
     beside = layers / (1 + LAYER_OVER_FIRST * (layers - 1))
@@ -105,7 +105,7 @@ def _slower_captured(
 
 
 def _least_steps(call: GruCall, spec: GruSpec, *, captured: bool) -> int:
-    """From how many steps of a layer, both ways together, on kernels may take less."""
+    """The fewest steps of a layer, both directions together, from which on kernels may take less."""
     if captured:
         return CAPTURED_STEPS
     return CALLED_STEPS[spec.item] if spec.dense and call.width is None else OTHER_STEPS
@@ -117,7 +117,7 @@ def _one_launch(spec: GruSpec) -> bool:
 
 
 def _slower_called(spec: GruSpec, size: GruSize, row: Row, layers: int) -> str | None:
-    """Why PyTorch's own takes less as a call, or None: where it has no launch for each step, the host takes longer for ours."""
+    """Why nn.GRU takes less as a call, or None: where it has one launch for all steps, the host takes longer for kernels."""
     if called_us(spec, size):
         return None
     cells = layers * spec.directions

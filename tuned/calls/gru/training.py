@@ -1,10 +1,10 @@
-"""A GRU over sequences that needs a gradient, by kernels: what one launch computes is one function of autograd.
+"""A GRU over sequences that needs a gradient, by kernels: what one launch of the forward computes is one function of autograd.
 
-The forward is that without a gradient. It keeps the outputs of all layers, and its input times its weights unless that is
-to be computed again. The backward goes from the highest layer to the lowest, or takes several at once, a chunk of steps apart
-(tuned.calls.gru.wavefront). Of each the library (cuBLAS) multiplies all
-states by their weights at once, since all are known; the gradient of the recurrence is one launch, both directions
-together; then the library multiplies what that gave. Gradients of gradients are PyTorch's own, without cuDNN, which has none.
+The forward is the same as without a gradient. It keeps the outputs of all layers, and the product of its input and weights unless
+the backward is to compute that again. The backward goes from the highest layer to the lowest, or takes several layers at once, a
+chunk of steps apart (tuned.calls.gru.wavefront). For each layer, the library (cuBLAS) multiplies all states by weight_hh at once,
+since all are known. One launch then computes the gradient of the recurrence, for both directions. The library multiplies its result
+into the gradients of input and weights. Gradients of gradients come from PyTorch's operators without cuDNN, which has none.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ from tuned.lookup.lookup import Choice, Gpu, choose, usable
 if TYPE_CHECKING:
     from tuned.calls.gru import wavefront  # which stacks alone import
 
-# Products of a layer forward and backward, each as large as that of its input. Padding costs twice: the backward cuts what it padded.
+# Products of a layer forward and backward, each as large as the product of its input. Padding costs twice: the forward pads, and the
+# backward cuts.
 PRODUCTS, BOTH_WAYS = 6, 2
-# What PyTorch's own takes forward and backward of what it takes forward, with rows that are no multiple of 16 bytes at least, and with
-# others at most; and a step of a layer and direction a slow host, which takes UNPLANNED_US to decide for it. docs/decisions/0075
+# Time of nn.GRU forward and backward, as a multiple of its forward: at least, if rows are no multiple of 16 bytes, and at most, for
+# others. Then time of a slow host: of a step of a layer and direction, and to decide a call that has no plan. docs/decisions/0075
 NARROW_TRAINED, WIDE_TRAINED = 2.7, 3.0
 SLOW_HOST_TRAINED_US, UNPLANNED_US = 60.0, 300.0
 
@@ -57,7 +58,7 @@ def why_not(call: GruCall) -> str | None:
     if run.is_empty(call):
         return "a gradient is needed, and there is no step to compute"
     if not run.capturing(call.input.device) and run.modelled_steps(_layer(call, 0)):
-        # 142 steps of two layers, 33 rows of 1494 units: 17.2 ms, PyTorch's own 15.3; in a graph 10.0 and 13.3.
+        # 142 steps of two layers, 33 rows of 1494 units: kernels 17.2 ms, nn.GRU 15.3; in a graph 10.0 and 13.3.
         return "a gradient is needed, and a launch for each step of the forward takes the host as long as all of PyTorch's own"
     choice, (spec, size) = _choice(call), run.spec_of(call, 1)
     reason = choice.why
@@ -67,10 +68,10 @@ def why_not(call: GruCall) -> str | None:
 
 
 def _begun_by_pytorch(call: GruCall) -> bool:
-    """Whether PyTorch's own may give what a gradient by kernels begins with, its output alone, where no kernel does.
+    """Whether torch.gru may compute the forward, where no kernel does, and kernels the gradient from its output alone.
 
-    In a graph, of one layer that cuDNN has in one launch forward: of others our products, without tensor cores, take longer than what
-    kernels save. Of aligned rows, since others are copied for it.
+    It may in a graph, for one layer whose forward cuDNN has in one launch. For other layers our products, without tensor cores, take
+    longer than kernels save. Rows must be aligned, since others are copied for it.
     """
     if why_eager(call.input, name_of(call.input.dtype) in DTYPES) is not None or run.is_empty(call):
         return False
@@ -93,7 +94,8 @@ def wide(call: GruCall) -> GruCall:
     if why_not(call) is not None:
         return call if stays_on_chip(spec, size) else wider
     saved = PRODUCTS * run.narrow_us(spec, size, features if wider.width == hidden else hidden)
-    # Of the recurrence what the model says of the forward: of nine that were measured both ways saved more than that (decision 77).
+    # The saving of the recurrence is that of its forward, by the model: in nine trainings that were measured, forward and backward
+    # together saved more than that (decision 77).
     narrow, broad = (run.kernels_us(_layer(one, 0), trained=True) for one in (call, wider))
     saved += call.num_layers * (narrow - broad) if narrow and broad else 0.0
     captured = run.capturing(call.input.device)
@@ -102,7 +104,7 @@ def wide(call: GruCall) -> GruCall:
 
 
 def _pays_pytorch(call: GruCall) -> bool:
-    """``run.pays_pytorch`` of a call that needs a gradient."""
+    """``run.pays_pytorch`` for a call that needs a gradient."""
     if why_eager(call.input, name_of(call.input.dtype) in DTYPES) is not None or run.is_empty(call) or _coarse(call):
         return False
     cudnn = torch.backends.cudnn.enabled and torch.backends.cudnn.is_available()
@@ -121,30 +123,30 @@ def _pays_pytorch(call: GruCall) -> bool:
 
 
 def pads_pytorch(call: GruCall) -> bool:
-    """Whether PyTorch's own is to serve a call that ``wide`` has seen, with padded tensors."""
+    """Whether torch.gru is to serve a call that ``wide`` returned, with padded tensors."""
     return call.width is not None and why_not(call) is not None
 
 
 def padded_pytorch(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, h_n), with its gradient, by PyTorch's own of padded tensors, for a call that ``pads_pytorch``."""
+    """(output, h_n), with its gradient, by torch.gru with padded tensors, for a call of which ``pads_pytorch`` is true."""
     return narrowed(call, *eager.gru(flat(widened(call, alike=True))))
 
 
 def _coarse(call: GruCall) -> bool:
-    """Whether the library's products are less precise now than those of a GRU are to be."""
+    """Whether torch's settings make the library's products less precise than a GRU's are to be."""
     return (
         call.input.dtype == torch.float32 and recurrent_precision() == "ieee" and precision_of(torch.float32) == "tf32"
     )
 
 
 def remember_eager(call: GruCall) -> None:
-    """Have later calls like one that ``why_not`` refused take PyTorch's own at once, unless a setting was the reason."""
+    """Let torch.gru serve later calls like one that ``why_not`` refused, without deciding again, unless a setting was the reason."""
     if not run.is_empty(call) and not _coarse(call) and run.may_learn(call.input.device):
         leave(call, captured=False, gradient=True)
 
 
 def choice_of(call: GruCall) -> tuple[Choice, tuple[str, ...]]:
-    """The choice for the gradient of a call that ``why_not`` accepts, and the modules of tuned.kernels of both ways."""
+    """The choice for the gradient of a call that ``why_not`` accepts; and the modules of tuned.kernels of forward and backward."""
     together = run.in_one_launch(call)
     choice, (first, forward) = _choice(call), run.choice_of(call if together else _layer(call, 0), trained=True)
     why = f"of the gradient, {choice.why}; the forward has its own, {first.rule}: {first.why}"
@@ -179,10 +181,10 @@ def forward(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     return x, states[0] if len(states) == 1 else torch.cat(states)
 
 
-def known(  # noqa: PLR0913 - what a call is known by
+def known(  # noqa: PLR0913 - what identifies a call
     x: Any, hx: Any, weights: Any, settings: tuple[Any, ...], resets: Any = None, *, recompute: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """``plan.known`` of a call that needs a gradient; None for any other. A CUDA graph's is decided each time."""
+    """``plan.known`` for a call that needs a gradient; None for any other. A call in a CUDA graph is decided each time."""
     plan = trained(x, hx, weights, settings, resets)
     if plan is None or listening() is not None or run.capturing(x.device):
         return None
@@ -197,7 +199,7 @@ def _bare(settings: tuple[Any, ...], *, recompute: bool) -> GruCall:
 
 
 def _layer(call: GruCall, layer: int) -> GruCall:
-    """One layer of a call; its input is that of the lowest."""
+    """One layer of a call; its input is still that of the lowest layer."""
     if call.num_layers == 1:
         return call
     directions = 2 if call.bidirectional else 1
@@ -213,7 +215,7 @@ def _layer(call: GruCall, layer: int) -> GruCall:
 
 
 class _Part(torch.autograd.Function):
-    """Layers that one launch computes."""
+    """The layers that one launch of the forward computes."""
 
     @staticmethod
     def forward(  # noqa: PLR0913
@@ -224,7 +226,7 @@ class _Part(torch.autograd.Function):
             kept: list[run.Kept] = []
             call = dataclasses.replace(settings, input=x, hx=hx, weights=weights, resets=resets)
             output, h_n = run.forward(call, kept)
-            gates, between = kept[0] if kept else (None, None)  # none if PyTorch's own served after all
+            gates, between = kept[0] if kept else (None, None)  # nothing is kept if torch.gru served after all
         else:
             output, h_n, gates, between = made
         ctx.save_for_backward(output, None if settings.recompute else gates, between, resets, x, hx, *weights)
@@ -278,7 +280,7 @@ def _at_once(  # noqa: PLR0913 - a stack, what it kept and its gradients
     call: GruCall, wave: wavefront.Wave, outputs: Sequence[torch.Tensor], gates: Any, wanted: Sequence[bool],
     given: tuple[Any, Any],
 ) -> Grads | None:  # fmt: skip
-    """The gradients of a stack whose layers run at once; None if one by one, which takes the memory of one."""
+    """The gradients of a stack whose layers run at once; None if they must run one by one, which takes the memory of one layer."""
     device = call.input.device
     launched = functools.partial(launch, device.index, filled=True)
     try:
@@ -292,14 +294,14 @@ def _at_once(  # noqa: PLR0913 - a stack, what it kept and its gradients
 
 
 def _twice(call: GruCall, wanted: Sequence[bool], given: tuple[Any, Any]) -> Grads:
-    """Gradients that have gradients: of PyTorch's own, which has them without cuDNN."""
+    """Gradients that have gradients: by PyTorch's operators, which have them without cuDNN."""
     with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
         return _by_torch(call, wanted, given, create_graph=True)
 
 
 def _by_torch(call: GruCall, wanted: Sequence[bool], given: tuple[Any, Any], *, create_graph: bool = False) -> Grads:
     with torch.enable_grad():
-        # A tensor of its own in each place: of one given twice, or computed from another, a place's own gradient is wanted.
+        # Each argument gets a separate tensor: even if one is given twice, or computed from another, each needs its own gradient.
         pairs = zip(call.tensors, wanted, strict=True)
         own = [t.view_as(t) if create_graph else t.detach().requires_grad_(asked) for t, asked in pairs]
         call = dataclasses.replace(call, input=own[0], hx=own[1], weights=tuple(own[2:]))
@@ -317,10 +319,10 @@ def gradients(
 
     Args:
         call: a checked call of one layer.
-        output: what its forward gave.
-        wanted: for input, first states and each weight whether its gradient is.
+        output: of the forward.
+        wanted: whether the gradient of input, of first states and of each weight is wanted.
         given: gradients of output and of h_n, None for none.
-        gates: ``[D, *tokens, 3 * H]``, the input times its weights; None: not kept.
+        gates: ``[D, *tokens, 3 * H]``, the input times its weights; None if they were not kept.
     """
     device = call.input.device
     spec, size = run.spec_of(call, 1)
@@ -334,7 +336,7 @@ def gradients(
 
 
 def _attempted(device: torch.device, by_kernels: Callable[[], Grads]) -> Grads | None:
-    """What kernels give on a device; None if they were noted instead, do not compile, or may not all be resident there."""
+    """The gradients by kernels on a device; None if launches were noted instead, do not compile, or have too many programs for it."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         try:
             casts = torch.is_autocast_enabled(device.type)  # entering a context that changes nothing takes 10 us
@@ -370,11 +372,12 @@ def _by_kernels(  # noqa: PLR0913 - a layer, its variant, what it kept and its g
     if given_gates is None:
         silence(gates, call.units)
     shape = (spec.directions, len(rows), PARTS * hidden)
-    grads = rows.new_zeros(shape) if spec.thd else rows.new_empty(shape)  # of rows that no sequence has, none
+    # Rows that belong to no sequence have no gradient.
+    grads = rows.new_zeros(shape) if spec.thd else rows.new_empty(shape)
     grad_h_0 = torch.empty_like(call.hx, memory_format=torch.contiguous_format)
     gradient = _tensors(call, spec, size, variant, (gates, states, before, grads), grad_h_0, given, lengths)
     launch(call.input.device.index, spec, variant, gradient)
-    del gates, states, gradient  # room for the products
+    del gates, states, gradient  # frees memory for the products
     found: Grads = [_grad_input(call, weights, grads) if wanted[0] else None, grad_h_0 if wanted[1] else None]
     for cell in range(spec.directions):
         found += grad_weights(grads[cell], rows, before[cell], hidden, wanted[2 + cell * each : 2 + (cell + 1) * each])
@@ -452,7 +455,7 @@ def _before(call: GruCall, output: torch.Tensor, lengths: Lengths) -> torch.Tens
     for hx, out, (sequence, first, previous) in zip(call.hx, output.split(hidden, -1), ways, strict=False):
         found.append(torch.where(first[:, None], hx.index_select(0, sequence), out.index_select(0, previous)))
     before = torch.stack(found)
-    if call.cu_seqlens is not None:  # rows that no sequence has may hold anything
+    if call.cu_seqlens is not None:  # rows that belong to no sequence may hold anything
         beyond = torch.arange(len(output), device=output.device) >= call.cu_seqlens[-1]
         before.masked_fill_(beyond[:, None], 0)
     return before
@@ -463,7 +466,7 @@ def _cut(call: GruCall, resets: torch.Tensor, lengths: Lengths, tokens: int) -> 
     forward = resets.reshape(-1)
     if not call.bidirectional:
         return forward[None]
-    if lengths.layout == "dense":  # against the order of tokens, the token behind has the mark, of the last one none
+    if lengths.layout == "dense":  # against the order of tokens, the next token has the mark; the last token has none
         time = 1 if call.batch_first else 0
         backward = torch.zeros_like(resets)
         steps = resets.shape[time] - 1
@@ -482,15 +485,16 @@ def _grad_input(call: GruCall, weights: Any, grads: torch.Tensor) -> torch.Tenso
 
 
 def _wave(call: GruCall, wanted: Sequence[bool]) -> wavefront.Wave | None:
-    """How the layers of a stack are taken together; None if one by one, which takes no memory for all of them at once."""
+    """How the layers of a stack run at once; None if they run one by one, which takes no memory for all of them at once."""
     each = len(call.weights) // call.num_layers
-    if call.num_layers == 1 or call.units is not None or not any(wanted[: 2 + each]):  # down to the lowest
+    # With no gradient wanted of the lowest layer, the backward ends above it.
+    if call.num_layers == 1 or call.units is not None or not any(wanted[: 2 + each]):
         return None
     return _planned(call, *run.spec_of(call, 1), _choice(call))
 
 
 def _at_once_planned(call: GruCall) -> wavefront.Wave | None:
-    """How the layers of a call would be taken together, or None."""
+    """How the layers of a call would run at once, or None."""
     if not run.in_one_launch(call) or call.recompute:
         return None
     return _planned(call, *run.spec_of(call, 1), _choice(call))
@@ -535,7 +539,7 @@ def _choose(spec: GruSpec, size: GruSize, gpu: Gpu, limit: int | None = None) ->
 
 
 def _with_resets(choice: Choice, spec: GruSpec, size: GruSize, gpu: Gpu, multiprocessors: int) -> Choice:
-    """A choice that was made without resets; or the default, if it fits: PyTorch's own has no resets, and cuts sequences."""
+    """The choice made without resets; if that is torch.gru, which has to cut sequences at resets, the default variant if it fits."""
     if choice.variant is not None:
         return choice
     default = BACKWARD.fit(BACKWARD.default_variant(spec, size), spec, gpu.capability)
@@ -546,7 +550,7 @@ def _with_resets(choice: Choice, spec: GruSpec, size: GruSize, gpu: Gpu, multipr
 
 
 def proven(choice: Choice) -> Choice:
-    """The choice, but PyTorch's own where that is the default variant."""
+    """The choice; torch.gru instead, if the choice is the default variant."""
     if choice.rule == "default":
         why = "no row of this GPU says that a kernel is faster than PyTorch's own"
         return dataclasses.replace(choice, rule="eager", why=why, variant=None)

@@ -1,8 +1,9 @@
 """The gradient of a stack of layers, several at once: each layer is a chunk of steps behind the layer above.
 
 The gradient of a recurrence waits for messages, so that one layer keeps few multiprocessors busy. In a group of layers, the highest
-takes its last chunk of steps first. While it takes the next one, the layer below takes the chunk that is known by then, and so on: a
-diagonal of chunks is one launch, and a product by the library, which gives the layers below what they take in the next.
+computes its last chunk of steps first. While it computes the next chunk, the layer below computes the one whose input is known by
+then, and so on. Such a diagonal of chunks is one launch and one library product, which gives the layers below the input of their
+next chunks.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from tuned.lookup import misses
 
 Launcher = Callable[[GruSpec, Any, RecurrenceGradient], None]  # of a gradient whose ``out`` readers may poll already
 
-# What a diagonal takes besides its steps, by bytes of an element: a launch that loads its weights, and a product.
+# Time of a diagonal besides its steps, by bytes of an element: a launch that loads its weights, and a product.
 DIAGONAL_US = {2: 10.0, 4: 20.0}
-CALLED_DIAGONAL_US = 100.0  # the same of a call, where the host prepares all of them
-WIDER, TALLER = 1.08, 1.12  # a step of tiles of twice as many units, or rows, of one of tiles of half as many
-PAYS, CALLED_PAYS = 0.8, 0.7  # of the time of layer after layer, what a wavefront must be thought to take
+CALLED_DIAGONAL_US = 100.0  # the same as a call, where the host prepares each diagonal
+WIDER, TALLER = 1.08, 1.12  # how much longer a step takes with tiles of twice as many units, or rows
+PAYS, CALLED_PAYS = 0.8, 0.7  # the most that a wavefront may be thought to take, of the time of layer after layer
 
 
 @dataclasses.dataclass(frozen=True)
 class Wave:
-    """How a stack is taken."""
+    """How the layers of a stack run at once."""
 
     variant: GruVariant  # of each launch
     layers: int  # of a group, which run at once
     steps: int  # of a chunk
-    us: float  # what all of it is thought to take
+    us: float  # estimated time of the whole stack
 
 
 @functools.lru_cache(maxsize=misses.MAX_CHOICES)
@@ -58,22 +59,22 @@ def planned(  # noqa: PLR0913 - layers, how one is taken, and where
     *,
     captured: bool,
 ) -> Wave | None:
-    """The fastest way through so many layers of a spec; None if one by one takes less, or is all that can be.
+    """The fastest ``Wave`` for so many layers of a spec; None if one by one takes less, or is the only way.
 
     Args:
         spec: of a layer.
         size: of the call.
         layers: of the stack.
         variant: what a layer gets by itself.
-        step_us: what a step of that takes, microseconds.
+        step_us: what a step takes with it, microseconds.
         capability: of the GPU, 90 is 9.0.
         multiprocessors: how many programs may wait for each other.
         captured: in a CUDA graph, which spares the host the launches.
     """
     if layers == 1 or spec.directions > 1 or not spec.dense or spec.resets:
         return None
-    # Programs that take turns are busy, and so are as many multiprocessors as they have. Where rows are no multiple of 16 bytes,
-    # those of layers are aligned in ways of their own.
+    # Programs that take tiles in turn already keep their multiprocessors busy. Where rows are no multiple of 16 bytes, each layer's
+    # rows are aligned differently.
     if variant.in_turn or spec.hidden * spec.item % MAX_LOAD:
         return None
     beside_us = DIAGONAL_US[spec.item] if captured else CALLED_DIAGONAL_US
@@ -81,7 +82,7 @@ def planned(  # noqa: PLR0913 - layers, how one is taken, and where
     for tile, slower in _larger(spec, size, variant, capability):
         at_once = min(layers, multiprocessors // programs(spec, size, tile))
         if at_once > 1:
-            tall = ceil_div(layers, ceil_div(layers, at_once))  # groups of one height, so that none is low for nothing
+            tall = ceil_div(layers, ceil_div(layers, at_once))  # equal groups, so that none is needlessly low
             found.append(_wave(tile, size.seq, layers, tall, step_us * slower, beside_us))
     best = min(found, key=lambda wave: wave.us, default=None)
     in_turn_us = layers * (step_us * (size.seq + 1) + beside_us)
@@ -90,7 +91,7 @@ def planned(  # noqa: PLR0913 - layers, how one is taken, and where
 
 
 def _larger(spec: GruSpec, size: GruSize, variant: GruVariant, capability: int) -> Iterator[tuple[GruVariant, float]]:
-    """The variant and those of larger tiles, which are fewer programs: how much longer a step of each takes."""
+    """The variant and variants of larger tiles, which are fewer programs; with each, how much longer its step takes."""
     for wider, taller in itertools.product(range(2), range(3)):
         units, rows = variant.block_hidden << wider, variant.block_batch << taller
         tile = dataclasses.replace(variant, block_hidden=units, block_batch=rows)
@@ -99,7 +100,7 @@ def _larger(spec: GruSpec, size: GruSize, variant: GruVariant, capability: int) 
 
 
 def _wave(variant: GruVariant, seq: int, layers: int, tall: int, step_us: float, beside_us: float) -> Wave:  # noqa: PLR0913
-    """Groups of so many layers, in chunks of the best length."""
+    """The wave in groups of ``tall`` layers, in chunks of the best length."""
     steps = math.sqrt(seq * beside_us / ((tall - 1) * step_us))
     chunks = max(1, round(seq / steps))
     steps = ceil_div(seq, chunks)
@@ -122,8 +123,8 @@ def gradients(  # noqa: PLR0913 - a call, what its forward left, and what is giv
         call: a checked call of several layers.
         wave: what ``planned`` gave.
         outputs: of each layer, as the forward left them.
-        gates: the input times the weights of the lowest layer, ``3 * H`` a token of the input, in its order.
-        wanted: for input, first states and each weight whether its gradient is.
+        gates: the input times the weights of the lowest layer, ``3 * H`` for each token, in the order of the input.
+        wanted: whether the gradient of input, of first states and of each weight is wanted.
         given: gradients of output and of h_n, None for none.
         launch: launches the gradient of a recurrence.
     """
@@ -152,9 +153,9 @@ def gradients(  # noqa: PLR0913 - a call, what its forward left, and what is giv
 class _Group:
     """Layers that run at once, the lowest first.
 
-    Of each layer there are as many rows of steps as chunks have, and one more. From one layer of a diagonal to the next it is as far as
-    a layer less a chunk. Step T, behind the last, has the last state, which is the input of the layer above; its gradient and
-    those of further steps, which fill the last chunk, pass as they are.
+    Each layer of a buffer has the steps of all chunks, and one step more. In a diagonal, the next layer's chunk lies a layer less a
+    chunk further on. Step T, behind the last one, has the last state, which is an input of the layer above. The gradients of step T
+    and of further steps, which fill the last chunk, pass unchanged.
     """
 
     def __init__(self, call: GruCall, wave: Wave, begin: int, end: int, inputs: Sequence[torch.Tensor]) -> None:
@@ -184,12 +185,12 @@ class _Group:
         self.states[:, self.seq + 1 :].zero_()
 
     def _tokens(self, t: torch.Tensor, later: int = 0, steps: int | None = None) -> torch.Tensor:
-        """[layers, tokens, width] of a buffer: of so many steps, all of the sequence by default, from step ``later`` on."""
+        """[layers, tokens, width] of a buffer: ``steps`` steps, by default all of the sequence, from step ``later`` on."""
         steps = self.seq if steps is None else steps
         return t[:, later : later + steps].flatten(1, 2)
 
     def _gates(self, gates: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """What x and what h give to the gates. ``gates``: what x gives to those of the lowest layer, if it was kept."""
+        """(the products of x, the products of h) for the gates. ``gates``: the lowest layer's products of x, if they were kept."""
         of_x, of_h = self._empty(3), self._empty(3)
         steps = self.chunks * self.steps
         if gates is None:
@@ -208,7 +209,7 @@ class _Group:
         """[layers, steps, batch, width] of a buffer: the chunks of a diagonal."""
         layer, step, row, _ = t.stride()
         lowest = layers.start
-        first = (self.chunks - 1 - index + self.layers - 1 - lowest) * self.steps  # step of the lowest
+        first = (self.chunks - 1 - index + self.layers - 1 - lowest) * self.steps  # step of the lowest layer
         shape = (len(layers), self.steps, self.batch, t.shape[-1])
         offset = t.storage_offset() + lowest * layer + first * step
         return t.as_strided(shape, (layer - self.steps * step, step, row, 1), offset)
@@ -216,13 +217,13 @@ class _Group:
     def run(
         self, gates: torch.Tensor | None, grad: torch.Tensor | None, carried: torch.Tensor, launch: Launcher
     ) -> None:
-        """Compute ``grads``. ``grad``: of the output, ``carried``: of h_n, and of h_0 after it."""
+        """Compute ``grads``. ``grad``: the gradient of the output; ``carried``: that of h_n, then replaced by that of h_0."""
         top, steps, hidden, batch = self.layers - 1, self.steps, self.hidden, self.batch
         x_gates, h_gates = self._gates(gates)
         self.grads = self._empty(PARTS)
         if self.variant.exchange != "counter":
             run_step(Fill(self.grads, -1))
-        # Gradients of outputs. Those of a diagonal are so many rows: a step of the layer above is as many rows further on.
+        # Gradients of outputs. The chunks of a diagonal share their rows, so in the layer above a step is ``steps`` rows further on.
         given = self.lowest.new_empty(((self.chunks + top) * steps, batch, self.layers * hidden))
         of_top = given[top * steps :, :, top * hidden :]
         if grad is not None:
@@ -267,7 +268,7 @@ class _Group:
         return torch.mm(grads, self.lowest).view(self.seq, self.batch, -1)
 
     def of_weights(self, asked: Sequence[Sequence[bool]]) -> list[Grads]:
-        """The gradients of each layer's weights: products of one at a time, which the library splits where sums are long."""
+        """The gradients of each layer's weights: one layer's products at a time, which the library splits where sums are long."""
         parts = [self._tokens(self.grads), self._tokens(self.states)]
         inputs = [self.input, *self._tokens(self.states, 1)[:-1]]
         layers = zip(*parts, inputs, asked, strict=True)

@@ -1,4 +1,4 @@
-"""The gradients of a layer's weights: products by the library of what the recurrence's gradient gave."""
+"""The gradients of a layer's weights: library products of the results of the recurrence's gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Grads = list[torch.Tensor | None]
 def grad_weights(
     grads: torch.Tensor, rows: torch.Tensor, before: torch.Tensor, hidden: int, wanted: Sequence[bool]
 ) -> Grads:
-    """Of one direction: w_ih, w_hh and, with biases, b_ih, b_hh. ``grads``: of h_n, r, z, i_n for each token."""
+    """The gradients of one direction's w_ih, w_hh and, with biases, b_ih, b_hh. ``grads``: of h_n, r, z, i_n for each token."""
     w_ih, w_hh, *biases = wanted
     found: Grads = [torch.mm(grads[:, hidden:].t(), rows) if w_ih else None, None]
     if w_hh:
@@ -24,7 +24,7 @@ def grad_weights(
         return found
     if not any(biases):
         return [*found, None, None]
-    # A product, since a sum over so many rows takes 128 MiB beside them.
+    # By a product: a sum over so many rows takes 128 MiB more memory.
     sums = torch.mv(grads.t(), grads.new_ones(len(grads)))
     return [
         *found,

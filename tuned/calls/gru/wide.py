@@ -1,7 +1,8 @@
 """Pad a GRU whose rows are no multiple of 16 bytes, so that kernels load and exchange 16 bytes at a time, and not 2 or 4.
 
 The units that are added have weights, biases and first states of 0. So their states stay 0, and change no other unit
-(docs/decisions/0066).
+(docs/decisions/0066). An infinite input times a weight of 0 is NaN: where ``silence`` does not set that to 0, the input weights of added
+units repeat those of the last unit.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.launch import ceil_div
 from tuned.families.products import ITEM_SIZE
 
-ROW_BYTES = 16  # a multiple of which rows of the state are to be
-# What padding takes beside the kernels: launches, tensors that are told of, and bytes. In a graph a launch is the device's time, in a
-# call the host's, on the scale of HOST_STEP_US.
+ROW_BYTES = 16  # rows of the state are to be a multiple of this
+# What padding takes beside the kernels: launches, tensors whose addresses are passed, and bytes. A launch takes time of the device in
+# a graph, and of the host in a call, on the scale of HOST_STEP_US.
 CAPTURED_LAUNCH_US, CALLED_LAUNCH_US, CALLED_TENSOR_US = 2.0, 3.0, 1.0
-# Where autograd follows, as ``widened``: 15 us an operator on a host where nn.GRU takes 23 a step.
+# For ``widened``, which autograd follows: an operator takes 15 us on a host where nn.GRU takes 23 a step.
 OPERATORS, OPERATORS_OF_STACK, CALLED_OPERATOR_US = 16, 22, 6.0
 BYTES_PER_US = 2.5e6
 SECTOR = 32  # bytes that a store to memory takes at least
@@ -41,7 +42,7 @@ def widening_us(spec: GruSpec, size: GruSize, layers: int, *, captured: bool, au
     """What padding a call and cutting its result take, microseconds; with ``autograd`` PyTorch does both, an operator at a time."""
     cells, tokens, item = layers * spec.directions, size.batch * size.seq * spec.directions, ITEM_SIZE[spec.dtype]
     wide = (spec.hidden + width_of(spec.hidden, item)) * item
-    # Of a result; an input is taken to be as wide, as most are.
+    # Bytes of the result, the input and the weights; an input is taken to be as wide as the state, as most are.
     moved = tokens * (wide + 3 * SECTOR) + tokens // spec.directions * wide + cells * 6 * spec.hidden * wide
     if autograd:
         launches = OPERATORS if cells == 1 else OPERATORS_OF_STACK
@@ -62,11 +63,10 @@ def _launching_us(tensors: int, launches: int, *, captured: bool) -> float:
 
 
 def widened(call: GruCall, *, alike: bool = False) -> GruCall:
-    """The call with ``call.width`` units, which may be as many as it has, and with a padded input. Autograd follows.
+    """The call with ``call.width`` units, which may be as many as it has, and with a padded input. Autograd follows it.
 
-    Weights of one kind are parts of one tensor, as those of nn.GRU are: kernels read them where they lie. ``alike``: units that are
-    added get of the input what the last one does, since an infinite input times a weight of 0 is NaN, and no kernel of ours sets
-    that to 0 (``silence``).
+    Weights of one kind are parts of one tensor, as those of nn.GRU are: kernels read them where they lie. ``alike``: the input
+    weights of added units repeat those of the last unit, for torch.gru, after whose products nothing calls ``silence``.
     """
     assert call.width is not None, "the call is to stay as it is"
     hidden, more = call.hx.shape[2], call.width - call.hx.shape[2]
@@ -96,12 +96,12 @@ def widened(call: GruCall, *, alike: bool = False) -> GruCall:
 
 
 def flat(call: GruCall) -> GruCall:
-    """The call with its weights one after the other in memory, as cuDNN has them: it copies others, and PyTorch warns. Autograd follows."""
+    """The call with its weights one after the other in cuDNN's order, or cuDNN copies them and PyTorch warns. Autograd follows it."""
     each, cells = 4 if call.has_biases else 2, range(len(call.hx))
     # As ``tuned.calls.gru.padding`` has them: matrices first.
     order = [cell * each + kind for kinds in ((0, 1), (2, 3)[: each - 2]) for cell in cells for kind in kinds]
     parts = [call.weights[i].reshape(-1) for i in order]
-    if not call.has_biases:  # cuDNN reads some all the same
+    if not call.has_biases:  # cuDNN reads biases even so
         parts.append(call.hx.new_zeros(6 * call.hx.shape[2] * len(cells)))
     placed = zip(order, torch.cat(parts).split([len(part) for part in parts]), strict=False)
     weights = {i: part.view(call.weights[i].shape) for i, part in placed}
@@ -116,7 +116,7 @@ def narrowed(call: GruCall, output: torch.Tensor, h_n: torch.Tensor) -> tuple[to
 
 
 def silence(gates: torch.Tensor, units: int | None) -> None:
-    """Set what units beyond ``units`` get of the input to 0: an infinite input times a weight of 0 is NaN.
+    """Set the input's part of the gates of units beyond ``units`` to 0: an infinite input times a weight of 0 is NaN.
 
     ``gates``: ``[..., 3 * width]``, the input times its weights. Nothing happens where ``units`` is None.
     """

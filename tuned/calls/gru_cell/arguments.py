@@ -75,7 +75,7 @@ def _check_cell(  # noqa: PLR0913 - the arguments of the public call
 
 
 def _check_beside_weights(x: torch.Tensor, h: torch.Tensor, weight_ih: torch.Tensor, weight_hh: torch.Tensor) -> None:
-    """Blame x or h where the weights fit each other, and not these."""
+    """Raise ValueError for x or h where the weights fit each other, and not these."""
     gates, hidden = weight_hh.shape if weight_hh.ndim == 2 else (0, 0)  # noqa: PLR2004
     if weight_ih.ndim != 2 or gates != 3 * hidden or weight_ih.shape[0] != gates or not gates:  # noqa: PLR2004
         return
@@ -98,10 +98,10 @@ def _shape_hint(name: str) -> str:
 
 @refuses
 def reset_rows(h: Any, resets: Any) -> torch.Tensor:
-    """The rows of a state [batch, hidden] that are reset, [batch, 1].
+    """Marks of the rows of a state [batch, hidden] that are reset, [batch, 1].
 
     Raises:
-        TypeError, ValueError: resets are no marks of its rows.
+        TypeError, ValueError: resets do not mark the rows of h.
     """
     check_dense({"h": h, "resets": resets})
     for name, tensor, axes in (("h", h, 2), ("resets", resets, 1)):
@@ -171,6 +171,6 @@ def checked_cell(  # noqa: PLR0913 - the arguments of the public call
             t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype.is_floating_point else t for t in together
         )
     _check_cell(*together)
-    if inplace:  # h as it is given, and not as it was cast
+    if inplace:  # of h as it is given, before any cast
         check_strides("h", h)
     return segments, given

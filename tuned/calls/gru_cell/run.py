@@ -1,7 +1,7 @@
 """Run one GRU step with kernels.
 
-A step whose properties were seen before costs building one key, one dictionary lookup and the launch: ``known``. Plans
-keep none of the caller's tensors alive: they hold numbers, kernels and settings.
+A repeated step, one whose properties were seen before, costs building one key, one dictionary lookup of its plan and the
+launch: ``known``. Plans keep none of the caller's tensors alive: they hold numbers, kernels and settings.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _autocast = torch.is_autocast_enabled
 _cat: Any = torch.cat
 _gru_cell = torch.gru_cell  # not torch._VF's: that is what tuned.nn.patched replaces, and it would call back here
 _linear = torch.nn.functional.linear
-HOST_US = 25.0  # of torch.gru_cell; 35 to 64 on the hosts of H200s that were measured
+HOST_US = 25.0  # host time of torch.gru_cell; 35 to 64 on the hosts of H200s that were measured
 MOMENTS = misses.Moments(GRU_CELL, dataclasses.replace(as_called(GRU_CELL, HOST_US), spends=spends))
 
 
@@ -80,7 +80,7 @@ def choice_of(
     bias: Any,
     inplace: bool,  # noqa: FBT001
 ) -> tuple[Choice, GruCellSpec]:
-    """Which variant a step gets that ``why_not`` accepts, and its spec; nothing runs."""
+    """The choice for a step that ``why_not`` accepts, and its spec; nothing runs."""
     spec, size = _spec_of(segments, h, bias, inplace)
     return MOMENTS.choice_of(spec, size, gpu_of(h.device), capturing(h)), spec
 
@@ -96,7 +96,7 @@ def prepared(  # noqa: PLR0913 - the tensors of the public call
 ) -> GruCellCall:
     """The arguments of the kernels: tensors with contiguous rows, copied if needed, and an output that is not filled."""
     biases = () if bias_ih is None or bias_hh is None else (bias_ih.contiguous(), bias_hh.contiguous())
-    state = h if inplace else rows_of(h)  # in place, the library's form takes any strides
+    state = h if inplace else rows_of(h)  # in place, form "library" takes any strides
     out = h if inplace else torch.empty_like(h, memory_format=torch.contiguous_format)
     x = tuple(map(rows_of, used(segments)))
     return GruCellCall.of(x, state, weight_of(weight_ih), weight_of(weight_hh), out, *biases)
@@ -127,13 +127,13 @@ def _key(  # noqa: PLR0913
 
 
 def sizes(x: Any, inplace: Any, h: Any, *weights: Any) -> tuple[Any, ...]:
-    """By which a step that PyTorch's own serves is known again."""
+    """The key of a step that torch.gru_cell serves."""
     of_x = tuple([(t.shape, t.dtype, t.device) for t in x]) if type(x) is tuple else (x.shape, x.dtype)
     return of_x, inplace, h.shape, h.dtype, *[w if w is None else (w.shape, w.dtype) for w in weights]
 
 
 def is_left(x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any) -> bool:  # noqa: PLR0913
-    """Whether PyTorch's own served a step of one segment of these sizes, not in place, so that it does again."""
+    """Whether torch.gru_cell served a step of these sizes before, of one segment and not in place, and so serves this one."""
     given = h, weight_ih, weight_hh, bias_ih, bias_hh
     was_left = left.LEFT.get(id(weight_ih))
     if was_left is None:
@@ -155,7 +155,7 @@ def _needs_gradient(x: Any, others: tuple[Any, ...]) -> bool:
 def _is_left(x: Any, given: tuple[Any, ...], inplace: bool) -> bool:  # noqa: FBT001
     weight_ih, of_call = given[1], sizes(x, inplace, *given)
     segments = x if type(x) is tuple else (x,)
-    # Tensors do not tell what is in place.
+    # Comparing tensors does not tell whether the step is in place.
     alike_by = (None, ()) if inplace else (("cell", len(segments), _grad_enabled()), (*segments, *given))
     if left.is_left(weight_ih, of_call, *alike_by):
         return True
@@ -189,7 +189,7 @@ def known(  # noqa: PLR0913 - the arguments of the public call
             h.shape, count, inplace, _autocast(), h.dtype is _FLOAT32 and precision_of(_FLOAT32), _grad_enabled(),
             device if device < 0 else current_device(), forward_ad._current_level, listeners(),  # noqa: SLF001
         )  # fmt: skip
-        for are_alike, plan in _PLANS.get(near, ()):  # noqa: B007 - the plan is what is looked for
+        for are_alike, plan in _PLANS.get(near, ()):  # noqa: B007 - the plan is used below
             if addresses := are_alike(*segments, h, weight_ih, weight_hh, bias_ih, bias_hh):
                 break
         else:
@@ -221,7 +221,7 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
     *,
     inplace: bool,
 ) -> torch.Tensor:
-    """One checked step that needs no gradient: the next state, or h itself in place. ``known`` serves the next ones."""
+    """One checked step that needs no gradient: the next state, or h itself in place. ``known`` serves later steps like it."""
     given = (h, weight_ih, weight_hh, bias_ih, bias_hh)
     x = segments[0] if len(segments) == 1 else tuple(segments)
     key, addresses = _key(x, *given, inplace) or (None, None)

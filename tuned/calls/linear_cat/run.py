@@ -1,7 +1,7 @@
 """Run a linear over segments with kernels.
 
-A call whose properties were seen before costs building one key, one dictionary lookup and the launch: ``known``. Plans
-keep none of the caller's tensors alive: they hold numbers, kernels and settings.
+A repeated call, one whose properties were seen before, costs building one key, one dictionary lookup of its plan and the
+launch: ``known``. Plans keep none of the caller's tensors alive: they hold numbers, kernels and settings.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice
 
 _PLANS: dict[Any, Any] = {}  # key of a call -> (addresses, inputs, weight, bias) -> y
-HOST_US = 15.0  # of a cat and a linear by PyTorch; 19 to 34 on the hosts of H200s that were measured
+HOST_US = 15.0  # host time of a cat and a linear by PyTorch; 19 to 34 on the hosts of H200s that were measured
 MOMENTS = misses.Moments(LINEAR_CAT, as_called(LINEAR_CAT, HOST_US, CALLED_ROWS))
 _grad_enabled = torch.is_grad_enabled
 _autocast = torch.is_autocast_enabled
@@ -66,7 +66,7 @@ def _spec_of(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: Any) ->
 
 
 def choice_of(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: Any) -> tuple[Choice, LinearCatSpec]:
-    """Which variant a call gets that ``why_not`` accepts, and its spec; nothing runs."""
+    """The choice for a call that ``why_not`` accepts, and its spec; nothing runs."""
     spec, size = _spec_of(inputs, weight, bias)
     return MOMENTS.choice_of(spec, size, gpu_of(weight.device), capturing(weight)), spec
 
@@ -94,7 +94,7 @@ def _needs_gradient(inputs: Any, weight: Any, bias: Any) -> bool:
 
 
 def sizes(inputs: Any, bias: Any) -> tuple[Any, ...]:
-    """By which a call that PyTorch's own serves is known again."""
+    """The key, beside the weight, of a call that PyTorch's operators serve."""
     return bias if bias is None else (bias.shape, bias.dtype), tuple([(t.shape, t.dtype, t.device) for t in inputs])
 
 
@@ -119,7 +119,7 @@ def known(inputs: Any, weight: Any, bias: Any) -> Any:
             count, inputs[0].shape, _autocast(), precision_of(weight.dtype), _grad_enabled(),
             device if device < 0 else current_device(), forward_ad._current_level, listeners(),  # noqa: SLF001
         )  # fmt: skip
-        for are_alike, plan in _PLANS.get(near, ()):  # noqa: B007 - the plan is what is looked for
+        for are_alike, plan in _PLANS.get(near, ()):  # noqa: B007 - the plan is used below
             if addresses := are_alike(*inputs, weight, bias):
                 break
         else:
@@ -145,7 +145,7 @@ def eager(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tens
 
 
 def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A checked call that needs no gradient: inputs ``[..., k_i]`` to ``[..., outputs]``. ``known`` serves the next ones."""
+    """A checked call that needs no gradient: inputs ``[..., k_i]`` to ``[..., outputs]``. ``known`` serves later calls like it."""
     variant, always, reason = None, True, why_not(inputs, weight)
     if reason is None:
         spec, size = _spec_of(inputs, weight, bias)

@@ -1,12 +1,12 @@
-"""A linear over segments that needs a gradient: the kernel of the forward, and products by the library.
+"""A linear over segments that needs a gradient: a kernel for the forward, and library products for the backward.
 
-The segments are concatenated in neither direction: the gradient of all is one product, of which each has its columns, and
-that of the weight is written into the columns of each segment.
+Neither concatenates the segments. One product gives the gradients of all segments, and each takes its columns. The gradient
+of the weight is written segment by segment, into the segment's columns.
 
-It serves where a CUDA graph is captured. There the launches count, of which two segments need as many as PyTorch's own (a
-forward of 1 for 2, a backward of 4 for 3), and nothing is copied. Elsewhere the host counts: a node of autograd written in
-Python took it 20 us more than PyTorch's own, forward and backward, and no row of several segments wins more than 5 us. See
-docs/decisions/0055.
+It serves where a CUDA graph is captured. There launches count: two segments need as many as PyTorch's operators (1 instead of
+2 forward, 4 instead of 3 backward), and nothing is copied. Elsewhere host time counts: a node of autograd written in Python
+took the host 20 us more than PyTorch's operators, forward and backward, and no row of several segments wins more than 5 us.
+See docs/decisions/0055.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tuned.launching.plan import capturing
 
 
 def pays(weight: torch.Tensor) -> bool:
-    """Whether a call with a gradient may take less by kernels than by PyTorch's own."""
+    """Whether a call with a gradient may take less by kernels than by PyTorch's operators."""
     return capturing(weight)
 
 
@@ -69,7 +69,7 @@ def gradients(  # noqa: PLR0913 - a call, and what is wanted of it
 ) -> tuple[list[Any], Any, Any]:
     """The gradients (of each segment, of weight, of bias), None where they are not wanted.
 
-    ``joined``: the weight's is parts joined, which have gradients themselves; else they are written into one tensor.
+    ``joined``: the weight's gradient is its parts concatenated, which is differentiable; else the parts are written into one tensor.
     """
     widths = [t.shape[-1] for t in inputs]
     rows = grad.reshape(-1, grad.shape[-1])

@@ -1,9 +1,9 @@
 """Operators of torch.library: ``tuned::gru``, ``tuned::gru_cell``, ``tuned::linear_cat``.
 
-torch.compile and, on a GPU, dispatch modes see these operators; other calls do not use them. ``tuned::gru_backward`` of
-one layer computes its gradients as a call that is not traced does, from the output, which is saved. Of several layers in
-one operator it computes the recurrence again with PyTorch's own operators, and so does ``tuned::gru_cell_backward``. The
-backwards have no gradient themselves. No operator draws random numbers: dropout is applied between them.
+torch.compile and, on a GPU, dispatch modes see these operators; other calls do not use them. For one layer
+``tuned::gru_backward`` computes gradients from the saved output, as a call that is not traced does. For several layers in one
+operator it computes the recurrence again with PyTorch's own operators, and so does ``tuned::gru_cell_backward``. The backwards
+have no gradient themselves. No operator draws random numbers: dropout is applied between them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _gru_backward(grad_output: Any, grad_h_n: Any, wanted: list[bool], output: A
 
 
 def _kernels_may(call: GruCall) -> bool:
-    """Whether there may be kernels for the gradients of a call: ``training.gradients`` asks which of both is faster."""
+    """Whether there may be kernels for the gradients of a call: ``training.gradients`` asks whether they are faster."""
     if serve.why_torch(call.tensors, gradients=True) is not None or name_of(call.input.dtype) not in DTYPES:
         return False
     return bool(call.hx.shape[2]) and not run.is_empty(call)
@@ -100,7 +100,7 @@ def _linear(inputs: Any, weight: Any, bias: Any) -> torch.Tensor:
 
 
 def _autograd() -> Any:
-    """Inside, autograd records: the dispatcher turns it off inside an operator."""
+    """A context in which autograd records; the dispatcher turns that off inside an operator."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)  # noqa: FBT003, SLF001
 
 
@@ -126,7 +126,7 @@ def _apart(
 ) -> list[torch.Tensor]:
     """Gradients as an operator returns them: zeros for None, an empty tensor where none is wanted, and none shares memory.
 
-    Autograd may give one tensor to two leaves, or pass on a tensor that it was given: such are copied, and so are parts.
+    Autograd may give one tensor to two leaves, or pass on a tensor that it was given: such tensors are copied, and so are parts.
     """
     taken = {t.untyped_storage().data_ptr() for t in (*tensors, *given)}
     grads = []
@@ -155,7 +155,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _gru_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save all arguments of an operator, and of one layer the output, from which its gradients are computed."""
+    """Save all arguments of an operator, and for one layer also the output, from which its gradients are computed."""
     save(ctx, (output[0] if inputs[4] == 1 else None, *inputs))
     ctx.set_materialize_grads(False)
 

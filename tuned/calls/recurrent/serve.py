@@ -1,4 +1,4 @@
-"""What serves a checked call, a kernel or PyTorch's own operators, and why not a kernel."""
+"""What serves a checked call, a kernel or PyTorch's own operators, and why no kernel does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GRADIENT = "a gradient is needed, which PyTorch's own operators compute; if not,
 
 
 def why_torch(tensors: Sequence[torch.Tensor], *, gradients: bool = False) -> str | None:
-    """Why PyTorch's own operators serve these tensors, whatever kernels there are, or None. ``gradients``: kernels have some."""
+    """Why PyTorch's operators serve these tensors, whatever kernels there are, or None. ``gradients``: kernels compute gradients."""
     reason = why_eager(tensors[0], supported_dtype=True)
     if reason is not None:
         return reason
@@ -52,11 +52,11 @@ def by_operator(tensors: Sequence[torch.Tensor | None], *, reads: bool = False) 
     """Whether a checked call runs as an operator of torch.library: under torch.compile and under dispatch modes.
 
     A launch would bypass a mode, which would then record memory that nothing has written. Tensors on a CPU are served by
-    PyTorch's own operators in any case. So are calls under torch.export, whose programs run without this package, and what
-    transforms of torch.func follow, of which our operators know nothing.
+    PyTorch's own operators in any case. So are calls under torch.export, whose programs run without this package, and calls
+    under transforms of torch.func, which our operators do not support.
 
-    ``reads``: PyTorch's own need values, as those of lengths and resets, which a tracer would take for constants: an operator on a
-    CPU too.
+    ``reads``: PyTorch's operators read values, such as those of lengths and resets, which a tracer would take for constants. So the
+    call runs as our operator on a CPU too.
     """
     if torch.compiler.is_dynamo_compiling():
         return not left_alone()
@@ -86,7 +86,7 @@ def _as_cast(call: GruCall) -> tuple[GruCall, bool]:
 
 def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, h_n) of a checked call."""
-    if torch.compiler.is_dynamo_compiling():  # which traces PyTorch's own
+    if torch.compiler.is_dynamo_compiling():  # Dynamo traces PyTorch's operators
         return eager.gru(call)
     reason = why_torch(call.tensors, gradients=True)
     if reason is None:
@@ -127,7 +127,7 @@ def gru_cell(  # noqa: PLR0913 - the arguments of the public call
     """One checked step: the next state ``[batch, hidden]``, or h itself in place."""
     tensors = present(*segments, h, weight_ih, weight_hh, bias_ih, bias_hh)
     dtype = autocast_dtype(h.device.type)
-    if torch.compiler.is_dynamo_compiling():  # which traces PyTorch's own
+    if torch.compiler.is_dynamo_compiling():  # Dynamo traces PyTorch's operators
         out = cell_run.eager(segments, h, weight_ih, weight_hh, bias_ih, bias_hh)
     elif (reason := why_torch(tensors)) is not None:
         note_left("gru_cell", h, reason)
@@ -151,14 +151,14 @@ def gru_cell(  # noqa: PLR0913 - the arguments of the public call
 
 def linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The linear over all segments, ``[..., n]``."""
-    if torch.compiler.is_dynamo_compiling():  # which traces PyTorch's own
+    if torch.compiler.is_dynamo_compiling():  # Dynamo traces PyTorch's operators
         return linear_run.eager(inputs, weight, bias)
     tensors = present(*inputs, weight, bias)
     if (reason := why_torch(tensors, gradients=linear_training.pays(weight))) is not None:
         note_left("linear_cat", inputs[0], reason)
         if why_eager(weight, supported_dtype=True) is not None:
             left.leave(weight, linear_run.sizes(inputs, bias))
-        elif reason is GRADIENT:  # in a CUDA graph a kernel may serve
+        elif reason is GRADIENT:  # in a CUDA graph a kernel may still serve
             left.leave(weight, (left.GRADIENT, linear_run.sizes(inputs, bias)), captured=False)
         return linear_run.eager(inputs, weight, bias)
     library.set_up(weight.device, gradients=needs_gradient(tensors))

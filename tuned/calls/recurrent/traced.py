@@ -25,7 +25,7 @@ def _out(out: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
 
 
 def gru(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, h_n) by one operator; with dropout or a gradient, whose kernels need the output of each layer, one per layer."""
+    """(output, h_n) by one operator; by one per layer with dropout, or a gradient, whose kernels need the output of each layer."""
     x, hx, *weights = _cast(call.tensors)
     depth = 1 if call.dropout > 0 or serve.needs_gradient(call.tensors) else call.num_layers
     steps = call.num_layers // depth

@@ -18,15 +18,15 @@ from tuned.lookup.lookup import Choice, Gpu, choose
 
 CP_SIZE = 2  # ranks, of a call that is context parallel
 SCALING = 1.25  # of a call that scales
-OFFSET = 64  # of a call with one
-EPS = 1e-6  # of one with a norm
+OFFSET = 64  # of a call with an offset
+EPS = 1e-6  # of a call with a norm
 PAGE_SIZE = 16  # of a cache
-# A problem does not tell the type of positions, and a kernel is compiled for each: those of serving libraries.
+# A problem does not tell the dtype of positions, and a kernel is compiled for each dtype. Serving libraries use these.
 INDEX_DTYPES = (torch.int64, torch.int32)
 
 
 def steps(spec: RopeSpec, size: RopeSize, gpu: Gpu) -> tuple[Choice, tuple[Step, ...]]:
-    """The choice, and the steps of such calls with contiguous tensors; they are on the device "meta" and have no memory."""
+    """The choice for a problem, and the steps of its calls with contiguous tensors, which are on the device "meta"."""
     choice = choose(ROPE, spec, size, gpu)
     if choice.variant is None:
         return choice, ()
@@ -90,7 +90,7 @@ def given_of(spec: RopeSpec, size: RopeSize, index_dtype: torch.dtype) -> Given:
 
 
 def cached_of(spec: RopeSpec, size: RopeSize) -> append.Cached:
-    """What such a call has beside a rotation where it writes a cache."""
+    """The tensors besides those of a rotation of a call that writes a cache."""
     dtype = getattr(torch, spec.dtype)
     page = (PAGE_SIZE, spec.key_heads) if spec.cache_layout == "NHD" else (spec.key_heads, PAGE_SIZE)
     kind, pages = append.FLOAT8 if spec.cache == "float8" else dtype, -(-size.tokens // PAGE_SIZE)
@@ -102,7 +102,7 @@ def cached_of(spec: RopeSpec, size: RopeSize) -> append.Cached:
 
 
 def settings_of(spec: RopeSpec) -> Settings:
-    """The other arguments of such a call."""
+    """The arguments that are not tensors of a call that has the spec."""
     return Settings(
         tensor_format=spec.layout,
         interleaved=spec.interleaved,

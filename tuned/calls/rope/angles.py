@@ -1,7 +1,7 @@
-"""The gradient of a rotation whose angles need one: by a kernel where one serves, elsewhere by PyTorch's own operators.
+"""The gradient of a rotation whose angles need one: by a kernel where one serves, elsewhere by PyTorch's operators.
 
-The kernel sums over heads, and gives the gradient of each token's angles. What adds those of the tokens that share an angle
-are operators of PyTorch, on tensors that have no heads: tuned.families.rope.eager.spread. Both have one order.
+The kernel sums over heads, and gives the gradient of each token's angles. PyTorch's operators then add the gradients of
+tokens that share an angle, on tensors without heads: tuned.families.rope.eager.spread. Both add in a fixed order.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def _serves(settings: Settings) -> bool:
 
 
 def noted(given: Given, settings: Settings) -> bool:
-    """Whether a call that is rehearsed, without gradients, will have its angles' gradient from the kernel."""
+    """Whether the kernel will give the angles' gradient of a call that is rehearsed without gradients."""
     return _learned(given) and _serves(settings)
 
 
 def why_eager(given: Given, settings: Settings) -> str | None:
-    """Why angles that need a gradient make the whole call PyTorch's own, or None."""
+    """Why PyTorch's operators must serve the whole call since its angles need a gradient, or None."""
     if not need_gradient(given) or _serves(settings):
         return None
     what = (
@@ -63,7 +63,7 @@ def _gradients(given: Given, settings: Settings, *grads: Any, create_graph: bool
 def gradient(
     given: Given, settings: Settings, grad: Any, key_grad: Any = None, *, create_graph: bool = False
 ) -> Gradients:
-    """The gradients of x, key and the angles, given those of the results, of which one may be None."""
+    """The gradients of x, key and the angles, given the gradients of the results; one of these may be None."""
     grad, key_grad = saved.given_gradients(given, grad, key_grad)
     if create_graph:
         given = saved.apart(given)
@@ -96,7 +96,7 @@ def note_gradient(heard: Heard, given: Given, settings: Settings, bypassed: str 
 
 
 def gradient_call(spec: Any, call: RopeCall, grad: Any, key_grad: Any = None) -> RopeCall:
-    """The gradient of a forward's call, given those of its results, as the kernel takes it; its results are not filled."""
+    """The call of the gradient's kernel, with outputs to fill, from the forward's call and the results' gradients."""
     sums = torch.empty(token_angles(spec, call.seq, call.batch), dtype=torch.float32, device=grad.device)
     return saved.gradient_call(spec, call, grad, key_grad, angle_grad=sums)
 
@@ -106,13 +106,13 @@ def _plain(t: Any) -> Any:
 
 
 def _prepared(given: Given, settings: Settings) -> Prepared:
-    """The call whose kernel is the gradient; its tensors are the forward's."""
+    """The prepared call of the gradient's kernel, with the forward's tensors."""
     backward = settings._replace(inplace=False, direction="backward")
     return prepare(given, backward, make_out=lambda t: t, angle_gradient=True)
 
 
 def _as_rotated(t: Any, settings: Settings) -> Any:
-    """A gradient with the axes of what is rotated: tokens before heads, and all heads of a packed qkv on one axis."""
+    """A gradient with the axes of the rotated tensor: tokens before heads, and all heads of a packed qkv on one axis."""
     t = tokens_first(t, settings)
     layout = "bshd" if settings.tensor_format == "bhsd" else settings.tensor_format
     return t if t is None or settings.kv_heads is None else packed_heads(t, settings._replace(tensor_format=layout))[0]
@@ -127,7 +127,7 @@ def _by_kernel(prepared: Prepared, variant: Any, grad: Any, key_grad: Any) -> Gr
 
 
 def _as_given(given: Given, table: Any, second: Any) -> tuple[Any, Any]:
-    """The gradients of the tensor of angles that was given, and of sin, from those of its views."""
+    """The gradients of the caller's tensor of angles, and of sin, from the gradients of their views."""
     if given.freqs_cis is not None:
         parts = (
             torch.complex(table.float(), second.float())
@@ -142,7 +142,7 @@ def _as_given(given: Given, table: Any, second: Any) -> tuple[Any, Any]:
 
 
 def _by_formula(given: Given, prepared: Prepared, grads: list[Any]) -> Gradients:
-    """The gradients by autograd, differentiable themselves."""
+    """The gradients by autograd, and so differentiable themselves."""
     angles = next(
         t for t in (given.freqs, given.cos, given.cos_sin_cache, given.inv_freq, given.freqs_cis) if t is not None
     )

@@ -1,7 +1,7 @@
-"""The path of a rotation whose key and value go to a paged cache: checks, plans, PyTorch's own operators.
+"""The path of a rotation whose key and value go to a paged cache: checks, plans, and the call by PyTorch's operators.
 
 As in ``tuned.calls.rope.call``: a call whose properties were seen before costs building one key, one lookup and the launch.
-No gradient is computed, and lengths are part of the properties: a new one is checked whole.
+No gradient is computed. Lengths are part of the properties, so a call of a new length is checked in full.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ FLOAT8 = torch.float8_e4m3fn
 class Kept:
     """What calls of one set of properties do."""
 
-    slow: Callable[..., Any]  # (given, cached, asked, prepared or None): serves any of them
-    # (tensors as TENSORS, addresses of those given, offset): launches directly; False if it did nothing, and ``slow`` must.
+    slow: Callable[..., Any]  # (given, cached, asked, prepared or None): serves any such call
+    # (tensors as TENSORS, addresses of those given, offset): launches directly; False if it did nothing, ``slow`` must.
     fast: Callable[[tuple[Any, ...], tuple[int, ...], int], bool] | None = None
 
 
-_PLANS: dict[Any, Any] = {}  # a call's properties -> Kept; with what ``alike.learn`` keeps of them
+_PLANS: dict[Any, Any] = {}  # a call's properties -> Kept; and what ``alike.learn`` keeps of calls
 _compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
 
 
-# The tensors of a call, those first that every call has; ``places`` are positions, or an offset that is a tensor.
+# The tensors of a call; first those that every call has. ``places``: the positions, or the offset if that is a tensor.
 TENSORS = (
     "q", "k", "v", "key_cache", "value_cache", "slot_mapping", "angles", "places", "sin", "cu_seqlens", "weight", "key_weight",
     "key_scale", "value_scale",
@@ -156,7 +156,7 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
         value_scale,
     )  # fmt: skip
     near = found = None
-    # No launch stands in what is tried: an error of its own must not become a second launch.
+    # The ``try`` contains no launch: an error of a launch must not lead to a second launch.
     try:
         device = q.get_device()
         near = (
@@ -202,7 +202,7 @@ def _gathered(*arguments: Any) -> tuple[Given, Cached, Asked]:
 
 
 def _kept(near: Any, tensors: tuple[Any, ...]) -> tuple[Kept | None, Any]:
-    """What calls of these properties do, and the properties; None where they are not known, or the call has none."""
+    """What calls of these properties do, or None if that is not known; and the properties, or None if the call has none."""
     if near is None:
         return None, None
     try:
@@ -236,7 +236,7 @@ def prepare(given: Given, cached: Cached, asked: Asked) -> Prepared:
     _check_types(given.x, given.key, cached)
     _refuse_gradients(given, cached)
     settings = asked.rotation._replace(tensor_format="thd", inplace=False)
-    # Of a call out of place nothing is asked for the sake of what is overwritten: that is q alone, below.
+    # Checked as a call out of place, which has no checks of what is overwritten: ``_check_overwritten`` makes those.
     prepared = prepare_rotation(given, settings, make_out=lambda t: t)
     cache = _check_cache(given.x, given.key, cached)
     _check_overwritten(given, cached, asked)
@@ -292,8 +292,8 @@ def _step_of(scale: Any) -> int:
 
 
 def _with_cache(spec: RopeSpec, cache: str, asked: Asked) -> RopeSpec:
-    """The spec of a rotation out of place, with what is written to a cache; q is in place."""
-    backward = spec.direction == "backward"  # which is how a rotation out of place says conjugate
+    """The spec of a call with a cache, from that of a rotation out of place; q is rotated in place."""
+    backward = spec.direction == "backward"  # how a rotation out of place expresses conjugate
     return dataclasses.replace(
         spec,
         inplace=True,
@@ -331,7 +331,7 @@ def _check_words(asked: Asked) -> None:
 
 
 def _refuse_gradients(given: Given, cached: Cached) -> None:
-    """Refuse what needs a gradient: a cache is written, and no gradient comes back from it."""
+    """Refuse tensors that need a gradient: no gradient comes back from a cache."""
     if not torch.is_grad_enabled() or not _needs_gradient(*given, *cached):
         return
     named = {"q": given.x, "k": given.key, "v": cached.value, "q_weight": given.weight, "k_weight": given.key_weight}
@@ -425,7 +425,7 @@ def run_eager(given: Given, cached: Cached, asked: Asked, prepared: Prepared | N
 
 
 def _run_left(why: str, given: Given, cached: Cached, asked: Asked, prepared: Prepared | None) -> Any:
-    """The call by PyTorch's operators, noted for who listens."""
+    """The call by PyTorch's operators; it is noted if this thread listens (``tuned.launching.rehearsal``)."""
     note_left("rope", given.x, why)
     return run_eager(given, cached, asked, prepared)
 
@@ -460,7 +460,7 @@ def explain(given: Given, cached: Cached, asked: Asked) -> tuple[Choice, Any]:
 
 
 def _decide(given: Given, cached: Cached, asked: Asked) -> tuple[Kept, Prepared]:
-    """Check a call and choose what calls with its properties do, with what was prepared for that. Nothing is written."""
+    """Check a call and choose what calls with its properties do. Returns the prepared call too. Nothing is written."""
     prepared = prepare(given, cached, asked)
     choice = chosen(prepared, given, cached)
     if choice.variant is None or prepared.spec is None:
@@ -475,7 +475,7 @@ def _is_lazy(given: Given, cached: Cached) -> bool:
 
 
 def _tensors(given: Given, cached: Cached) -> tuple[Any, ...]:
-    """Those of a call, as TENSORS names them."""
+    """The tensors of a call, in the order of TENSORS."""
     places = given.positions if given.positions is not None or type(given.offset) is int else given.offset
     return (
         given.x, given.key, *cached[:4], getattr(given, Sources.of(given).angles), places, given.sin, given.cu_seqlens,
@@ -488,14 +488,14 @@ def _ready(spec: RopeSpec, variant: Any, call: RopeCall) -> plans.Ready:
 
 
 def _kernel(prepared: Prepared, variant: Any, first: Given, first_cached: Cached, asked: Asked) -> Kept:
-    """What calls with the properties of this one do: launch publicly, and directly from the second on."""
+    """What calls with the properties of this one do: a public launch first, direct launches from the second call on."""
     spec = prepared.spec
     assert spec is not None
-    # Where strides allow that a tensor is negated or conjugated lazily, each call asks.
+    # If the strides allow a tensor that is negated or conjugated lazily, each call checks for one.
     scales = [t for t in (first_cached.key_scale, first_cached.value_scale) if t is not None]
     scalars = any(
         t.numel() == 1 for t in scales
-    )  # of which strides tell nothing: these are asked on the direct way too
+    )  # strides tell nothing of a single number: the direct launch checks these too
     tensors = [
         t for t in (*first, *first_cached[:-2], *(t for t in scales if t.numel() > 1)) if isinstance(t, torch.Tensor)
     ]
@@ -525,7 +525,7 @@ def _kernel(prepared: Prepared, variant: Any, first: Given, first_cached: Cached
 def _fast(
     now: plans.Ready, compiled: Any, asked: Asked, tensors: tuple[Any, ...], *, scalars: bool
 ) -> Callable[..., bool] | None:
-    """What launches the compiled kernel directly; None if it must use Triton's public launcher. ``tensors``: as TENSORS."""
+    """The function that launches the kernel directly; None if Triton's public launcher must. ``tensors``: as TENSORS."""
     spec, call, part = now
     device = call.x.device.index
     found = direct_launch(part, compiled, device)
@@ -538,7 +538,8 @@ def _fast(
     value_at, value_near, value_far = plans.beside(call.x, call.value)
     cache_at, cache_near, cache_far = plans.beside(call.key_cache, call.value_cache)
 
-    # Where each stands in the kernel's signature, among those given; the addresses of the angles stand for what is not given.
+    # ``at``: the index of each given tensor's address. ``before`` and ``after`` order the addresses as the kernel's
+    # signature does, with the address of the angles for a tensor that is not given.
     named = dict(zip(TENSORS, itertools.accumulate(t is not None for t in tensors), strict=True))
     at = {name: named[name] - 1 for name, t in zip(TENSORS, tensors, strict=True) if t is not None}
     angles = at["angles"]
@@ -548,7 +549,7 @@ def _fast(
     others = (at.get("cu_seqlens", angles), at["k"], at.get("places", angles), *weights, *written)
     before = operator.itemgetter(*cosines)
     after = operator.itemgetter(*others, at.get("key_scale", angles), at.get("value_scale", angles))
-    joint = not spec.computes_sincos and "sin" not in at  # sines behind the cosines
+    joint = not spec.computes_sincos and "sin" not in at  # sines are in the tensor of the cosines
     scaled = scalars and "key_scale" in at
 
     def fast(tensors: tuple[Any, ...], addresses: tuple[int, ...], offset: int) -> bool:
@@ -558,7 +559,7 @@ def _fast(
             enter.calls  # a profiler has hooks: only the public launcher calls them
             or leave.calls
             or not low <= offset <= high
-            # They may overlap: the checks tell.
+            # Tensors may overlap: the checks of ``slow`` tell.
             or (to_key != key_at and (key_near < to_key < key_far or key_inplace))
             or (to_value != value_at and (value_near < to_value < value_far or key_inplace))
             or (to_cache != cache_at and cache_near < to_cache < cache_far)
@@ -591,7 +592,7 @@ def _operator(given: Given, cached: Cached, asked: Asked) -> Any:
 
 
 def write(key: Any, cached: Cached, cache_layout: str = "NHD") -> None:
-    """Write a key and a value to the pages of a cache as they are, by PyTorch's own operators; nothing waits for the GPU.
+    """Write a key and a value to the pages of a cache as they are, by PyTorch's operators; nothing waits for the GPU.
 
     Raises:
         TypeError, ValueError, RuntimeError: as for ``call``; nothing has been written.

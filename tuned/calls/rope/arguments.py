@@ -74,7 +74,7 @@ class Sources(NamedTuple):
             angles, positions, apart or any(isinstance(t, torch.Tensor) and not t.is_contiguous() for t in dense)
         )
 
-    def given(  # noqa: PLR0913 - those of Plan.run
+    def given(  # noqa: PLR0913 - the arguments of Plan.run
         self,
         x: Any,
         key: Any,
@@ -97,8 +97,8 @@ class Settings(NamedTuple):
     """The arguments of a call that are not tensors.
 
     ``kv_heads``: None unless x is a packed qkv; then its number of kv heads, or 0 if qkv has an axis of 3 instead.
-    ``k_dim``: 0 unless x is MLA's kv, and the key its k_pe; then the features of kv that are the key's. Backward, x and the key are
-    the gradients of the key and of the value.
+    ``k_dim``: 0 unless x is MLA's kv, and the key its k_pe; then how many features of kv belong to the key. Backward, x
+    and the key are the gradients of the key and of the value.
     """
 
     tensor_format: str = "bshd"
@@ -172,12 +172,12 @@ def whole_numbers(rotary_dim: Any, max_seqlen: Any, cp_size: Any, cp_rank: Any) 
 
 
 def sections_of(sections: Any) -> tuple[Any, ...]:
-    """The sections that a user gave, as a tuple, of ints where they are whole; what is in it is checked with the call.
+    """The sections that a user gave, as a tuple, with whole numbers as ints. ``prepare`` checks the numbers.
 
-    Plans are known by it: of a tensor they would keep the memory, and not see another value.
+    Plans are cached by this tuple. With a tensor in it they would keep that tensor's memory, and not see it change.
 
     Raises:
-        TypeError: they are no sequence.
+        TypeError: the sections are not a sequence.
     """
     try:
         return tuple([n if type(n) is int else _index(n) for n in sections])
@@ -215,7 +215,7 @@ def offset_of(offset: Any, positions: Any) -> Any:
 
 
 def _both(offset: Any) -> str:
-    """An offset that stands beside positions, in words."""
+    """Positions and an offset that were both given, for an error message."""
     return f"positions and an offset of {list(offset.shape) if isinstance(offset, torch.Tensor) else offset}"
 
 
@@ -297,7 +297,7 @@ def _angles(given: Given, device: torch.device) -> Angles:
 
 
 def _complex(freqs_cis: Any, device: torch.device) -> Angles:
-    """Cosines and sines that lie in turn, as the parts of complex numbers: views of them."""
+    """Views of cosines and sines that are the real and imaginary parts of complex numbers."""
     if not isinstance(freqs_cis, torch.Tensor) or not freqs_cis.is_complex():
         got = freqs_cis.dtype if isinstance(freqs_cis, torch.Tensor) else type(freqs_cis).__name__
         raise TypeError(
@@ -336,7 +336,7 @@ def _cos_sin(cos: Any, sin: Any, device: torch.device) -> Angles:
 
 
 def _entries(settings: Settings, angles: Angles) -> str:
-    """What an entry of the angles is for."""
+    """What an entry of the angles is for: a "feature" or a "pair"."""
     if settings.angle_entries is None:
         return "feature" if angles.kind == "freqs" else "pair"
     return settings.angle_entries
@@ -416,7 +416,7 @@ def _positions(given: Given, settings: Settings, seq: int, batch: int, sequences
     if given.positions is not None:
         return _ids(given, settings, seq, batch)
     if not isinstance(offset, torch.Tensor):
-        # Kernels compute positions in 32 bits if everything that they come from has 32 bits.
+        # Kernels compute positions in 32 bits if all that they are computed from has 32 bits.
         most = MAX_TOKENS - seq * settings.cp_size
         if not -MAX_TOKENS <= offset <= most:
             raise ValueError(
@@ -538,16 +538,16 @@ def _check_kinds(given: Given, settings: Settings) -> None:
 
 
 def check_strided(given: Given, settings: Settings) -> None:
-    """Refuse sparse and nested tensors; those of a checked call have strides.
+    """Refuse sparse and nested tensors, so that all tensors of a checked call have strides.
 
     Raises:
-        TypeError: a tensor is one.
+        TypeError: a tensor is sparse or nested.
     """
     check_dense(given._replace(x=None)._asdict() | {_name_of_x(given, settings): given.x})
 
 
 def heads_apart(x: Any, settings: Settings) -> bool:
-    """Whether a packed qkv with an axis of 3 has strides that do not let that axis and the heads be one axis of a view."""
+    """Whether a packed qkv has an axis of 3 that, by its strides, no view can merge with the axis of heads."""
     axis_of_3 = settings.kv_heads == 0 and isinstance(x, torch.Tensor) and x.ndim == AXES[settings.tensor_format] + 1
     return bool(axis_of_3 and x.shape[-2] > 1 and x.stride(-3) != x.shape[-2] * x.stride(-2))
 
@@ -555,8 +555,8 @@ def heads_apart(x: Any, settings: Settings) -> bool:
 def packed_heads(x: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, int]:
     """A packed qkv with all its heads on one axis, and the number of v's heads, which are the last.
 
-    The tensor is a view of qkv. If no view has that shape, as of a gradient that came through a transpose or a slice, it
-    is a view of a copy; in place that is an error.
+    The result is a view of qkv. If no view has that shape, as with a gradient that came through a transpose or a slice,
+    it is a view of a copy; in place that is an error.
     """
     kv_heads, axes = settings.kv_heads, AXES[settings.tensor_format]
     if kv_heads == 0:
@@ -573,7 +573,7 @@ def packed_heads(x: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, int
                     f"{list(x.stride())}: make qkv contiguous, or use rope_qk"
                 )
             x = x.contiguous()
-        # Not as_strided: its gradient is that of the memory, which heads of an expanded qkv share.
+        # Not as_strided: its gradient is one for each place in memory, and heads of an expanded qkv share places.
         return x.flatten(-3, -2), heads
     assert kv_heads is not None
     if x.ndim != axes or kv_heads < 0 or x.shape[-2] <= 2 * kv_heads:
@@ -675,7 +675,7 @@ def _tokens_first(given: Given, settings: Settings) -> tuple[Given, Settings]:
 
 
 def _scales(scaling: Any, angles: Angles) -> bool:
-    """Whether cosines and sines are multiplied. Refuse what is no number, and a tensor, which a plan would keep the value of."""
+    """Whether cosines and sines are scaled. Refuse what is not a number, and a tensor: a plan would keep its value."""
     if isinstance(scaling, torch.Tensor):
         raise TypeError(
             "attention_scaling must be a number, got a tensor, whose value may change: convert it with float(...)"
@@ -733,7 +733,7 @@ def _latent(given: Given, settings: Settings) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _head_dims(x: torch.Tensor, key: Any, settings: Settings) -> tuple[Any, Any]:
-    """Features of a head of the query and the key, and of MLA's value, else 0."""
+    """Features of a head of the query and the key, and of a head of MLA's value (0 in other calls)."""
     k_dim = settings.k_dim
     if not k_dim:
         return x.shape[-1], 0
@@ -745,7 +745,7 @@ def _head_dims(x: torch.Tensor, key: Any, settings: Settings) -> tuple[Any, Any]
 
 
 def _all_of_the_shared_head(rotary: int, head_dim: int, settings: Settings) -> Settings:
-    """Refuse angles that do not rotate all of k_pe; the settings, of a key whose last features rotate."""
+    """Refuse angles that do not rotate all of k_pe. Returns the settings, with ``rotated`` "last", as MLA's key has it."""
     if rotary != head_dim - settings.k_dim:
         raise ValueError(
             f"the angles must rotate all features of k_pe, {head_dim - settings.k_dim}, got those of {rotary}: pass the features that "
@@ -757,7 +757,7 @@ def _all_of_the_shared_head(rotary: int, head_dim: int, settings: Settings) -> S
 def _made(
     spec: RopeSpec, x: torch.Tensor, key: Any, make_out: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[Any, Any, _Strides, _Strides]:
-    """Both results of a call, and the strides of the key and of the second."""
+    """Both results of a call, the strides of the key, and the strides of the second result."""
     if not spec.splits:
         out = x if spec.inplace else make_out(x)
         key_out = key if spec.inplace or key is None else make_out(key)
@@ -766,7 +766,7 @@ def _made(
         return out, key_out, *steps
     out, key_out = _split_results(spec, x, key, make_out)
     of_key, of_out = strides_of(spec.layout, key), strides_of(spec.layout, key_out)
-    # Of the one head that all share the stride from head to head leads nowhere, whatever it is; of one feature that of features.
+    # All heads share one key head, which has no next head: its head stride is 0. A value of one feature has stride 1.
     if spec.sums_heads:
         of_key = (*of_key[:3], 1 if spec.value_dim == 1 else of_key[3])
         return out, key_out, of_key, (*of_out[:2], 0, of_out[3])
@@ -774,7 +774,7 @@ def _made(
 
 
 def _split_results(spec: RopeSpec, x: torch.Tensor, key: torch.Tensor, make_out: Callable[..., Any]) -> tuple[Any, Any]:
-    """MLA's results, contiguous, or, where ``make_out`` makes nothing, tensors in their place."""
+    """MLA's results, contiguous; or x and key in their place if ``make_out`` returns what it is given."""
     nothing = x.new_empty(0)
     if make_out(nothing) is nothing:
         return x, key
@@ -794,7 +794,7 @@ def prepare(
 ) -> Prepared:
     """Check a call. Out of place its outputs are ``make_out(x)`` and ``make_out(key)``.
 
-    ``angle_gradient``: the kernel is to be the backward that gives the gradient of the angles too.
+    ``angle_gradient``: prepare the backward that gives the gradient of the angles too.
 
     Raises:
         TypeError: an argument has the wrong type, or a tensor the wrong dtype.
@@ -839,8 +839,8 @@ def prepare(
         _check_overwritable(x, key)
     scaled = _scales(settings.attention_scaling, angles)
     direction, conjugate = settings.direction, settings.conjugate
-    # The conjugate is the transpose: one spec for both.
-    more = settings.norm or settings.deinterleave or settings.k_dim or angle_gradient  # than a rotation
+    # The conjugate of a rotation is its transpose: one spec for both.
+    more = settings.norm or settings.deinterleave or settings.k_dim or angle_gradient  # more than a rotation
     if conjugate and entries == "pair" and not inplace and not more:
         direction, conjugate = ("forward" if direction == "backward" else "backward"), False
     make_spec = RopeSpec if torch.compiler.is_dynamo_compiling() else _spec  # Dynamo does not trace lru_cache
@@ -875,7 +875,7 @@ def prepare(
         angle_gradient=angle_gradient,
     )
     out, key_out, key_strides, key_out_strides = _made(eager_spec, x, key, make_out)
-    # The kernels have one head_dim stride for x and key, and one for both results. That of MLA has one for each.
+    # Kernels have one head_dim stride for x and key, and one for both results. MLA's kernel has one for each tensor.
     alike = key is None or eager_spec.splits
     alike = alike or (x.stride(-1) == key.stride(-1) and out.stride(-1) == key_out.stride(-1))
     supported = x.dtype in SUPPORTED and alike
@@ -914,7 +914,7 @@ def prepare(
 
 
 def asks_for_norm(given: Given, settings: Settings) -> bool:
-    """Whether a call names a norm, or what only a norm has: a call without one says nothing of it."""
+    """Whether a call names a norm, or gives an argument that only a norm has."""
     weighted = given.weight is not None or given.key_weight is not None
     return settings.norm != "" or weighted or bool(settings.eps)
 
@@ -966,7 +966,7 @@ def _norm_weights(given: Given, settings: Settings, heads: int, head_dim: int) -
 
 
 def _index(n: Any) -> Any:
-    """An int for what stands for one; a bool, and anything else, as it is."""
+    """A value with ``__index__`` as an int; a bool, and anything else, as it is."""
     if isinstance(n, (bool, torch.SymInt)) or (isinstance(n, torch.Tensor) and n.dtype == torch.bool):
         return n
     try:
@@ -976,7 +976,7 @@ def _index(n: Any) -> Any:
 
 
 def _with_sections(settings: Settings, rotary: int) -> Settings:
-    """The settings, with sections as ints; refuse sections that are not of the rotary_dim / 2 pairs."""
+    """The settings, with sections as ints; refuse sections that do not divide the rotary_dim / 2 pairs among the axes."""
     sections, pairs = settings.sections, rotary // 2
     if sections is None:
         if settings.interleaved_sections:
@@ -1000,7 +1000,7 @@ def _with_sections(settings: Settings, rotary: int) -> Settings:
 
 
 def _rotated(given: Given, settings: Settings) -> tuple[torch.Tensor, Any, int]:
-    """What is rotated, checked: x, or a view of a packed qkv; the key or None; and how many of x's last heads are copied."""
+    """Check what is rotated: (x or a view of a packed qkv, the key or None, how many of x's last heads are copied)."""
     x, key, copied = given.x, given.key, 0
     if settings.kv_heads is not None and isinstance(x, torch.Tensor):
         x, copied = packed_heads(x, settings)
@@ -1032,7 +1032,7 @@ def _rows(angles: Angles, batch: int, layout: str) -> int:
 def _reach(  # noqa: PLR0913 - the sizes of a call
     rows: int, positions: _Positions, settings: Settings, seq: int, sequences: int | None, hint: str
 ) -> None:
-    """Refuse positions past the end of the angles that shapes and int arguments alone show."""
+    """Refuse positions past the end of the angles, as far as shapes and int arguments alone show them."""
     if positions.mode in ("ids", "axes"):
         return
     if sequences is not None:
@@ -1055,22 +1055,22 @@ def _reach(  # noqa: PLR0913 - the sizes of a call
 
 
 def _values_reach(rows: int, positions: _Positions, seq: int, bounds: torch.Tensor | None) -> None:
-    """Refuse positions past the end of the angles by their values, and those of ``bounds``, of packed sequences; on a CPU only.
+    """Refuse positions past the end of the angles by values on a CPU; ``bounds`` are those of packed sequences.
 
-    On a GPU that would synchronize; there such positions give NaN.
+    On a GPU, reading values would synchronize; there such positions give NaN.
     """
-    if seq or positions.mode in ("ids", "axes"):  # without tokens none is past an offset
+    if seq or positions.mode in ("ids", "axes"):  # without tokens, no position follows an offset
         _tensor_reaches(rows, positions, 0 if bounds is not None else seq - 1)
     if bounds is not None:
         _sequences_reach(rows, positions, bounds)
 
 
 def _tensor_reaches(rows: int, positions: _Positions, last: int) -> None:
-    """Refuse positions that a tensor holds; ``last`` is the index of the last token behind an offset."""
+    """Refuse a tensor of positions or offsets by its values; ``last`` is the index of the last token after an offset."""
     tensor = positions.tensor
     if tensor is None or tensor.device.type != "cpu" or type(tensor) is not torch.Tensor or not tensor.numel():
         return
-    if wrapped(tensor):  # torch.func.vmap has no one value of it
+    if wrapped(tensor):  # under torch.func.vmap it has no single value
         return
     least, most = (int(v) for v in torch.aminmax(tensor))
     most += 0 if positions.mode in ("ids", "axes") else last
@@ -1084,7 +1084,7 @@ def _tensor_reaches(rows: int, positions: _Positions, last: int) -> None:
 
 
 def _sequences_reach(rows: int, positions: _Positions, bounds: torch.Tensor) -> None:
-    """Refuse packed sequences that go on past the end of the angles."""
+    """Refuse packed sequences that end past the end of the angles."""
     first = positions.tensor
     if not readable(bounds) or not (first is None or readable(first)):
         return

@@ -52,7 +52,7 @@ from tuned.lookup.gpu import LAZY, why_not_plain
 from tuned.lookup.lookup import Choice
 
 EMPTY = "a tensor is empty"
-_PLANS: dict[Any, Any] = {}  # a call's properties -> its plan; with what ``alike.learn`` keeps of them
+_PLANS: dict[Any, Any] = {}  # a call's properties -> its plan; and what ``alike.learn`` keeps of calls
 _compiling = torch.compiler.is_dynamo_compiling
 _grad_enabled = torch.is_grad_enabled
 
@@ -113,7 +113,7 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
             # Asked only if x is on a GPU: asking for the current device initialises CUDA.
             forward_ad._current_level, device if device < 0 else current_device(),  # noqa: SLF001
         )  # fmt: skip
-        for are_alike, plan in _PLANS.get(near, ()):  # noqa: B007 - the plan is what is looked for
+        for are_alike, plan in _PLANS.get(near, ()):  # noqa: B007 - used after the loop
             if addresses := are_alike(x, angles, key, sin, position_tensor, cu_seqlens, weight, key_weight):
                 break
         else:
@@ -144,10 +144,10 @@ def call(  # noqa: PLR0912, PLR0913 - function calls would cost time; the tensor
 def _plan_of(
     given: Given, settings: tuple[Any, ...], near: Any, tensors: tuple[Any, ...]
 ) -> tuple[Plan, tuple[int, ...], threading.local | None]:
-    """(the plan of a call that ``_PLANS`` does not know by ``near``, the addresses that it runs with, what its first run takes).
+    """(plan, addresses, first) of a call that ``_PLANS`` does not find by ``near``: the plan runs with the addresses.
 
-    ``near`` is None where what was given is no plain tensor. ``tensors`` are those of the call in the order of
-    ``lengths.TENSORS``, then the weights.
+    ``first`` holds the prepared call for the plan's first run; None for a known plan. ``near`` is None if an argument
+    is not a plain tensor. ``tensors`` are the call's, in the order of ``lengths.TENSORS``, then the weights.
     """
     x, angles, key, sin, positions, cu_seqlens, weight, key_weight = tensors
     properties = plan = None
@@ -157,8 +157,8 @@ def _plan_of(
         try:
             properties = (*map(_traits, tensors), *others)
             addresses = tuple([t.data_ptr() for t in tensors if t is not None])
-            # What is made under torch.func belongs to its transform, even what depends on no tensor that it follows, and plans
-            # make plain tensors. In place none is made.
+            # Every tensor made under torch.func belongs to its transform, even if it depends on none of the transform's
+            # tensors, and plans make plain tensors. In place no tensor is made.
             if settings[2] or not transforms_active():
                 plan = _PLANS.get(properties)
         except NO_KEY:
@@ -166,7 +166,7 @@ def _plan_of(
     if plan is not None:
         alike.learn(_PLANS, near, tensors, plan)
         return plan, addresses, None
-    # Once the plan is known, another thread may run it first, for a call of its own, which must not take what is prepared.
+    # Once the plan is known, another thread may run it first: its own call must not take what is prepared for this one.
     first = threading.local()
     class_key = None if properties is None else class_of(properties)
     weights = None if weight is None else (weight, key_weight)
@@ -180,7 +180,7 @@ def _plan_of(
 
 
 def _traits(t: torch.Tensor | None) -> Any:
-    """All of a tensor that a compiled kernel, or the path to it, may depend on, as ``lengths.class_of`` takes it.
+    """All properties of a tensor that a kernel, or the path to it, may depend on, as ``lengths.class_of`` takes them.
 
     The shape of a contiguous tensor implies its strides.
     """
@@ -207,7 +207,7 @@ def _known_but_for_lengths(  # noqa: PLR0913 - the tensors of a call
 def _decide(given: Given, settings: Settings, class_key: Any, first: threading.local) -> Plan:
     """Check a call and choose what calls with its properties do. It launches nothing and writes nothing.
 
-    What was prepared for that is kept in ``first``, for the plan's first run.
+    The prepared call is kept in ``first``, for the plan's first run.
     """
     check_strided(given, settings)
     sources = Sources.of(given)
@@ -227,7 +227,7 @@ def _decide(given: Given, settings: Settings, class_key: Any, first: threading.l
 def _differentiable(  # noqa: PLR0913 - the tensors that may need a gradient
     plan: Plan, settings: Settings, sources: Sources, x: Any, key: Any, weights: Any, *, learns: bool
 ) -> Plan:
-    """The plan; as an autograd node if a gradient is needed. ``learns``: the angles need one."""
+    """The plan; as an autograd node if a gradient is needed. ``learns``: the angles need a gradient."""
     if not _grad_enabled():
         return plan
     if learns:
@@ -260,7 +260,7 @@ def _checked(given: Given, settings: Settings, sources: Sources, class_key: Any,
 
 
 def _why_empty(given: Given, settings: Settings) -> str | None:
-    """That a tensor is empty, and so has no address, or None; None too where a query or its key can get a kernel alone."""
+    """EMPTY if a tensor is empty and so has no address; None if not, or if the query or its key can get a kernel alone."""
     empty = any(not t.numel() for t in given if isinstance(t, torch.Tensor))
     return EMPTY if empty and not _one_is_empty(given, settings) else None
 
@@ -296,7 +296,7 @@ def _why_no_launch(given: Given, settings: Settings) -> str | None:
     return _bypassed(given, settings)
 
 
-# Plan.run where no kernel is launched right away: each after the arguments that its plan gives it.
+# ``Plan.run`` where no kernel is launched right away: each takes what its plan binds, then ``Plan.run``'s arguments.
 
 
 def _run_unless_negative(  # noqa: PLR0913
@@ -318,7 +318,7 @@ def _run_unless_conjugate(  # noqa: PLR0913
 
 
 def _run_eagerly(settings: Settings, sources: Sources, first: threading.local | None, why: str, *tensors: Any) -> Any:
-    """Run a call with PyTorch's operators; the call that the plan was made for is checked, and prepared in ``first``."""
+    """Run a call with PyTorch's operators. ``first`` holds the call that the plan was made for, checked and prepared."""
     given = sources.given(*tensors)
     note_left("rope", given.x, why)
     if settings.inplace:
@@ -334,7 +334,7 @@ def _run_copy(settings: Settings, sources: Sources, x: Any, *others: Any) -> Any
 
 
 def _run_alone(settings: Settings, sources: Sources, x: Any, key: Any, *others: Any) -> Any:
-    """Run a call of a query and a key, one of them empty, as a call of each: of the empty one first, which may be refused."""
+    """Run a call of a query and a key, one of them empty, as two calls; the empty one first, since it may be refused."""
     results, given = {}, sources.given(x, key, *others)
     for t in sorted((x, key), key=torch.Tensor.numel):
         results[t is x] = call_given(_alone(given, t, settings), settings)
@@ -368,7 +368,7 @@ def run_eager(given: Given, settings: Settings, prepared: Prepared | None = None
 def _operator(given: Given, settings: Settings) -> Any:
     """The call under torch.compile or a dispatch mode: as an operator of torch.library.
 
-    Under torch.func and forward-mode AD, and if the angles need a gradient that no kernel gives, it is eager PyTorch.
+    Under torch.func and forward-mode AD, and if the angles need a gradient that no kernel gives, eager PyTorch runs.
     """
     from tuned.calls.rope import ops  # noqa: PLC0415 - registering operators takes 10 ms, and only this path needs them
 
@@ -380,7 +380,7 @@ class _Node:
 
     def __init__(self, settings: Settings, sources: Sources, forward: Plan, frozen: int | None) -> None:
         self.settings, self.sources, self.forward = settings, sources, forward
-        self.frozen = frozen  # index of the one of the results that needs no gradient; None if all do
+        self.frozen = frozen  # index of the result that needs no gradient; None if all results need one
         self.transposed = tuple(transposed(settings))
 
     def run(self, x: Any, key: Any, *others: Any) -> Any:
@@ -408,10 +408,10 @@ class _Node:
 
 
 def _rehearsed(given: Given, settings: Settings) -> Any:
-    """Run a call whose launch was noted with PyTorch's operators; with what its gradient would launch noted too, if asked."""
+    """Run a noted call with PyTorch's operators; if asked, also note what its gradient would launch."""
     heard = listening()
     if heard is not None and heard.gradients and settings.norm:
-        if settings.inplace:  # as the node has it, of copies
+        if settings.inplace:  # the autograd node makes the call on copies, out of place
             _note(heard, given, settings._replace(inplace=False))
         norm.note_gradient(heard, given, settings, _why_no_launch(given, settings))
     elif heard is not None and heard.gradients and learned.noted(given, settings):
@@ -443,7 +443,7 @@ def _note(heard: Heard, given: Given, settings: Settings) -> None:
 
 
 def call_given(given: Given, settings: Any) -> Any:
-    """``call``, of all its tensors in one."""
+    """``call``, with its tensors as one ``Given``."""
     return call(*given, tuple(settings))
 
 
@@ -462,7 +462,7 @@ class _Rope(torch.autograd.Function):
         """Rotate; save the angles and the positions, not x."""
         ctx.save_for_backward(angles, sin, cu_seqlens, positions)
         ctx.node, ctx.others = node, others
-        ctx.set_materialize_grads(bool(node.settings.k_dim))  # of which a result without a gradient adds zeros
+        ctx.set_materialize_grads(bool(node.settings.k_dim))  # MLA: a result without a gradient counts as zeros
         if node.settings.inplace:
             ctx.mark_dirty(x)
         out = node.forward.run(x, key, angles, sin, cu_seqlens, positions, *others)
@@ -487,7 +487,7 @@ def explain(given: Given, settings: Settings) -> tuple[Choice, Any]:
     """The choice for a call, and its spec; nothing is launched."""
     prepared = prepare(given, settings, make_out=lambda t: t)
     choice = choice_of(prepared, _why_no_launch(given, settings) or _why_empty(given, settings))
-    if choice.variant is not None and _one_is_empty(given, settings):  # the call of the other gets a kernel
+    if choice.variant is not None and _one_is_empty(given, settings):  # the call of the other tensor gets a kernel
         return explain(_alone(given, max(given.x, given.key, key=torch.Tensor.numel), settings), settings)
     read = [t for t in (given.x, given.key, *given[2:8]) if t is not None]  # and angles
     if choice.variant is not None and any(t.is_neg() or t.is_conj() for t in read):

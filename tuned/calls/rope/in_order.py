@@ -1,4 +1,4 @@
-"""Calls of known properties that PyTorch's own operators serve: what depends on no value is checked once.
+"""Calls of known properties that PyTorch's operators serve: checks that depend on no value are made once.
 
 On a CPU the checks of a small call take longer than its rotation.
 """
@@ -28,8 +28,8 @@ def eager_run(
 ) -> Callable[..., Any]:
     """``Plan.run`` of calls with the properties of a checked call, by PyTorch's operators.
 
-    It is ``checked``, which checks each call and notes it for who listens, where that reads values or warns, or where a
-    tensor needs a gradient.
+    If checks read values or warn, or if a tensor needs a gradient, it is ``checked``, which checks each call and notes
+    it for a thread that listens.
     """
     tensors = [t for t in given if isinstance(t, torch.Tensor)]
     kind, spec, call = given.x.device.type, prepared.eager_spec, prepared.call
@@ -37,7 +37,7 @@ def eager_run(
         kind == "meta"
         or forward_ad._current_level >= 0  # noqa: SLF001 - a part of a call's properties
         or sources.positions is not None
-        or sources.angles == "cos_sin_cache"  # whose values are checked
+        or sources.angles == "cos_sin_cache"  # the values of a cache are checked
         or (settings.kv_heads is not None and settings.inplace)
         or any(why_not_plain(t) is not None for t in tensors)
         or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
@@ -53,10 +53,10 @@ def eager_run(
         return checked
     low, high = offset_limits(spec, settings, call.angle_rows, call.seq)
 
-    def run(  # noqa: PLR0913 - those of Plan.run
+    def run(  # noqa: PLR0913 - the arguments of Plan.run
         x: Any, key: Any, angles: Any, sin: Any, cu_seqlens: Any, positions: Any, offset: Any, *rest: Any
     ) -> Any:
-        # No property of a call tells of these: on a CPU and on "meta" the number of the device is -1.
+        # A call's properties do not tell these things, not even "meta": its device number is -1, as a CPU's is.
         meta = x.is_meta or angles.is_meta or (key is not None and key.is_meta) or (sin is not None and sin.is_meta)
         apart = meta or not low <= offset <= high or transforms_active() or tracing() is not None or _autocast(kind)
         if apart or listening() is not None:

@@ -30,7 +30,7 @@ LENGTH_PARAMETERS = (
     {"seq", "batch", "sequences", "angle_rows"}
     | {f"{of}_stride_{axis}" for of in ("x", "out", "key", "key_out", "position") for axis in "sb"}
     | {"cp_size"}
-)  # which is the stride of an axis, of positions with axes
+)  # cp_size: in calls of positions with axes this parameter is the stride of an axis
 NARROW = 2**31  # elements: strides of larger tensors may need 64 bits, for which Triton compiles other code
 
 
@@ -72,9 +72,9 @@ class SizedLaunch(NamedTuple):
 _CLASSES: dict[Any, ShapeClass] = {}
 
 
-# The first entries of the key of a call (tuned.calls.rope.call), one for each of these; and how many of a tensor's last axes
-# are no lengths. An entry is None, or (type, dtype, shape, True if contiguous else the strides, alignment, device, and for
-# tensors that may need a gradient whether this one does).
+# The tensors that the first entries of a call's key stand for (tuned.calls.rope.call), in order; and how many of a
+# tensor's last axes are not lengths. An entry is None, or (type, dtype, shape, True if contiguous else the strides,
+# alignment, device, whether it needs a gradient).
 TENSORS = {"x": 2, "angles": 1, "key": 2, "sin": 0, "positions": 0, "cu_seqlens": 0}
 
 
@@ -147,7 +147,7 @@ def learn(  # noqa: PLR0913 - a call and how it was served
 def _regular(t: torch.Tensor) -> bool:
     """Whether Triton specialises on a tensor's strides as it would for any length: no stride is 1 by chance or too wide.
 
-    The rows may be further apart than their heads fill: in place, a packed qkv is passed without its v.
+    Rows may be further apart than their heads are wide: in place, a packed qkv is passed without its v.
     """
     *lengths, heads, head_dim = t.shape
     row = t.stride(-2) * heads if not lengths else t.stride(len(lengths) - 1)

@@ -1,4 +1,4 @@
-"""Mistakes in a RoPE call that its shapes and types allow: what the values on a CPU, or two shapes together, give away.
+"""Mistakes in a RoPE call that its shapes and types allow, but that values on a CPU, or two shapes together, give away.
 
 Values are read where that does not wait for a GPU. Nothing is read of a tensor that a tracer or a transform has made.
 """
@@ -38,7 +38,7 @@ def readable(tensor: torch.Tensor) -> bool:
 def heads_may_come_first(x: torch.Tensor, given: Given, settings: Settings, rows: int, mode: str) -> bool:
     """Whether x looks like [b, h, s, d] where [b, s, h, d] is meant: its third axis alone is as long as the angles.
 
-    A tracer is asked nothing; torch.compile's operator asks when it runs. Nor is a gradient, whose forward was.
+    False under a tracer, since torch.compile's operator asks when it runs; and for a gradient, whose forward was asked.
     """
     if given.cos is None or settings.tensor_format != "bshd" or settings.kv_heads is not None:
         return False
@@ -62,9 +62,9 @@ def warn_if_heads_come_first(x: torch.Tensor, given: Given, settings: Settings, 
 
 
 def half_of_the_head(given: Given, settings: Settings, rotary: int, head_dim: int) -> bool:
-    """Whether freqs are half as wide as the head: an entry a feature rotates half of it; an entry a pair was meant, maybe.
+    """Whether freqs are half as wide as the head: one entry a feature rotates half of it, but one a pair may be meant.
 
-    Nobody is asked about the other direction, or under a tracer: the forward, or the operator, is.
+    False under a tracer, since torch.compile's operator asks when it runs; and for a gradient, whose forward was asked.
     """
     told = settings.rotary_dim is not None or settings.angle_entries is not None
     forward = settings.direction == "forward"
@@ -85,7 +85,7 @@ def warn_if_half_of_the_head(given: Given, settings: Settings, rotary: int, head
 
 
 def heads_first_hint(x: torch.Tensor, rows: int, settings: Settings, mode: str) -> str:
-    """The way out for x whose tokens the angles do not reach, if it looks like [b, h, s, d]."""
+    """A hint for the error that the angles are too short, if x looks like [b, h, s, d]; else empty."""
     if settings.tensor_format != "bshd" or mode != "order" or _traced() or x.shape[2] != rows:
         return ""
     return '; if x is [b, h, s, d], pass x.transpose(1, 2), or tensor_format="bhsd" to tuned.dispatch'
@@ -95,7 +95,7 @@ def refuse_cosines_alone(cache: torch.Tensor) -> None:
     """Refuse cosines, or sines, in the place of a cos_sin_cache.
 
     The two halves of a row of cosines are equal where entries are repeated for both features of a pair, and at position 0;
-    no angles have cosines that are all equal to their sines. An expanded row, all of one entry, is nobody's cosines.
+    no angles have cosines that are all equal to their sines. A row that is expanded from one entry is not looked at.
 
     Raises:
         ValueError: the halves of a row are equal.
@@ -114,10 +114,10 @@ def refuse_cosines_alone(cache: torch.Tensor) -> None:
 def refuse_bounds(bounds: torch.Tensor, tokens: int, settings: Settings) -> None:
     """Check max_seqlen, and the values of cu_seqlens, the bounds of whole sequences, of which x has ``tokens`` on this rank.
 
-    Warns of bounds that are allowed and look like lengths.
+    Warns of bounds that are allowed but look like lengths.
 
     Raises:
-        ValueError: they decrease, or lie outside of x.
+        ValueError: max_seqlen is negative; or the bounds decrease, lie outside of x, or do not fit cp_size.
     """
     cp_size, longest = settings.cp_size, settings.max_seqlen
     if longest is not None and longest < 0:

@@ -1,6 +1,6 @@
-"""The gradient of a rotation with a norm before it: by a kernel where one serves, elsewhere by PyTorch's own operators.
+"""The gradient of a rotation with a norm before it: by a kernel where one serves, elsewhere by PyTorch's operators.
 
-The forward saves its input, not the reciprocal norms: the gradient reads the input anyway, and takes them again on chip.
+The forward saves its input, not the reciprocal norms: the gradient reads the input anyway, and recomputes them on chip.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Gradients = tuple[torch.Tensor | None, ...]  # of x, the key, and the weights of
 
 
 def needs_gradient(given: Given) -> bool:
-    """Whether the call has a norm, and something of it needs a gradient."""
+    """Whether the call has a norm, and x, the key or a weight needs a gradient."""
     tensors = (given.x, given.key, given.weight, given.key_weight)
     return (
         given.weight is not None and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -46,10 +46,10 @@ def _gradients(given: Given, settings: Settings, *grads: Any, create_graph: bool
 def gradient(
     given: Given, settings: Settings, grad: Any, key_grad: Any = None, *, create_graph: bool = False
 ) -> Gradients:
-    """The gradients of x, key and the weights of the norms, given those of the results, of which one may be None."""
+    """The gradients of x, key and the norms' weights, given the gradients of the results; one of these may be None."""
     settings = settings._replace(inplace=False, direction="backward")
     grad, key_grad = saved.given_gradients(given, grad, key_grad)
-    if settings.tensor_format == "bhsd":  # the same of views
+    if settings.tensor_format == "bhsd":  # the gradient of the same call on views [b, s, h, d]
         x, key, grad, key_grad = (tokens_first(t, settings) for t in (given.x, given.key, grad, key_grad))
         of_views = given._replace(x=x, key=key), settings._replace(tensor_format="bshd")
         made, key_made, *of_weights = gradient(*of_views, grad, key_grad, create_graph=create_graph)
@@ -91,7 +91,7 @@ def _by_kernels(spec: Any, variant: Any, prepared: Prepared, grad: Any, key_grad
 
 
 def gradient_call(spec: Any, variant: Any, call: RopeCall, grad: Any, key_grad: Any = None) -> RopeCall:
-    """The gradient of a forward's call, given those of its results, as the kernels take it; its results are not filled."""
+    """The call of the gradient's kernels, with outputs to fill, from the forward's call and the results' gradients."""
     partials = torch.empty(parts(spec, variant, call.seq, call.batch), dtype=torch.float32, device=grad.device)
     weights = {"weight_grad": saved.empty_of(call.weight), "key_weight_grad": saved.empty_of(call.key_weight)}
     return saved.gradient_call(spec, call, grad, key_grad, partials=partials, **weights)

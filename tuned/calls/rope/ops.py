@@ -3,8 +3,9 @@
 torch.compile, tracers and dispatch modes see these operators; other calls do not use them. The backward of each is the
 functional operator with the transposed map, and so differentiable again. ``tuned::rope_`` and ``tuned::rope_qk_``
 overwrite their arguments: torch.compile makes one launch of them, and no copy. They are defined without
-torch.library.custom_op, which gives no gradient to an operator that overwrites. Of all these angles get no gradient: that is
-an operator of its own, ``tuned::rope_learned``, and so is its backward. Where no kernel gives it, calls run as PyTorch's own operators.
+torch.library.custom_op, which gives no gradient to an operator that overwrites. None of these gives a gradient of the
+angles: ``tuned::rope_learned`` does, with a backward that is an operator too. Calls run as PyTorch's operators if no
+kernel gives that gradient.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _like(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _running(count: int, *, inplace: bool = False) -> Callable[..., Any]:
-    """What an operator does that rotates its first ``count`` arguments."""
+    """The implementation of an operator that rotates its first ``count`` arguments."""
 
     def run(*arguments: Any) -> Any:
         rotated = arguments[:count]
@@ -143,7 +144,9 @@ def _overwriting(name: str, schema: str, count: int) -> Any:
             launch()
         elif len(needing) == count and not any(t._is_view() for t in rotated):  # noqa: SLF001
             _Overwrite.apply(launch, count, *arguments)
-        else:  # a node may not overwrite two views, and makes all that it overwrites require grad: the first launches
+        else:
+            # A node may not overwrite two views, and makes all that it overwrites require grad. So each tensor that needs
+            # a gradient gets a node of its own; the first one launches.
             for t in needing:
                 _Overwrite.apply(launch if t is needing[0] else None, 1, t, *arguments[count:])
 
@@ -178,7 +181,7 @@ rope_qk_ = _overwriting("rope_qk_", f"(Tensor(a!) q, Tensor(b!) k, {_TENSORS}, {
 
 
 def _overwrite(tensors: list[Any], made: tuple[Any, ...]) -> None:
-    """Overwrite what is rotated in place by results, of which one that is empty stands for no tensor."""
+    """Overwrite the tensors of a call in place by its results; an empty result stands for no tensor."""
     for t, new in zip(tensors, made, strict=False):
         t.view_as(t).copy_(new)  # a view made now has t's history: tuned.launching.overwrite
 
@@ -267,13 +270,13 @@ def _run_split(x: Any, key: Any, *others: Any) -> Any:
 def _fake_split(x: Any, key: Any, *others: Any) -> Any:
     _, settings = _arguments(x, key, others)
     heads = (1,) if settings.direction == "backward" else x.shape[-2:-1]
-    rest = x.shape[-1] - settings.k_dim  # what of x is not kept in the first result
+    rest = x.shape[-1] - settings.k_dim  # features of x that the first result does not keep
     return x.new_empty((*x.shape[:-1], settings.k_dim + key.shape[-1])), x.new_empty((*x.shape[:-2], *heads, rest))
 
 
 def _setup_split(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _setup(ctx, inputs, output)
-    ctx.set_materialize_grads(True)  # what has no gradient adds zeros
+    ctx.set_materialize_grads(True)  # a result without a gradient counts as zeros
 
 
 def _split_backward(ctx: Any, grad: Any, key_grad: Any) -> tuple[Any, ...]:
@@ -301,7 +304,7 @@ def _norm_call(given: Given, others: tuple[Any, ...], *, inplace: bool) -> Any:
         out, key_out = qk_norm_rope(x, key, given.weight, given.key_weight, *others)
         return out if key is None else (out, key_out)
     tensors = [x] if key is None else [x, key]
-    if needs_gradient(given):  # which needs the input
+    if needs_gradient(given):  # the gradient needs the input
         copied = [t.clone() for t in tensors]
         made = qk_norm_rope(copied[0], None if key is None else copied[1], given.weight, given.key_weight, *others)
         _overwrite(tensors, made)
@@ -386,7 +389,7 @@ _LIBRARY.impl("qk_norm_rope_", torch._disable_dynamo(_run_norm_inplace), "Compos
 torch.library.register_fake("tuned::qk_norm_rope_", lambda *_: None, lib=_LIBRARY)
 
 
-# Beside a cache. The first does not overwrite the key, the second does.
+# With a cache. ``rope_append_`` does not overwrite the key, ``rope_append_key_`` does.
 
 
 def append(given: Given, cached: caching.Cached, asked: caching.Asked) -> Any:

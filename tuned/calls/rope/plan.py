@@ -44,12 +44,12 @@ class Plan:
     * angles: the tensor of the call's only source of angles (cos, if cos and sin are given).
     * positions: the tensor of positions, or the offset if that is a tensor, else None.
     * offset: the offset as an int; 0 if it is a tensor.
-    * addresses: of x, angles, key, sin, positions, cu_seqlens and both weights, of those that are given.
+    * addresses: of x, angles, key, sin, positions, cu_seqlens and both weights, without those that are not given.
     * weights: of the norms of x and of the key, or None.
     """
 
     run: Callable[..., Any]
-    serves: bool = True  # by a kernel, for which autograd needs a node; eager PyTorch has its own
+    serves: bool = True  # by a kernel, for which autograd needs a node of ours; eager PyTorch makes its own nodes
 
 
 def choice_of(prepared: Prepared, bypassed: str | None) -> Choice:
@@ -103,10 +103,11 @@ def kernel_plan(  # noqa: PLR0913 - a call, and what is known of it
     class_key: Any,
     first: threading.local,
 ) -> Plan:
-    """The plan of calls with the properties of this one, of the caller's x and key; ``class_key`` is that of its shape class, or None.
+    """The plan of calls with the properties of this one.
 
     If the kernel is already compiled, for calls that differ only in their sizes, the plan launches directly from the
-    start. Otherwise its first run uses Triton's public launcher, which compiles; this thread's takes the call from ``first``.
+    start. Otherwise its first run uses Triton's public launcher, which compiles; in this thread that run takes the call
+    from ``first``. ``x`` and ``key`` are the caller's; ``class_key`` is the key of the call's shape class, or None.
     """
     spec = prepared.spec
     assert spec is not None
@@ -173,7 +174,7 @@ def _public(spec: RopeSpec, variant: Any, settings: Settings, sources: Sources, 
 
 
 def _result(given: Given, settings: Settings, call: RopeCall) -> Any:
-    """What the caller gets of a call that was launched."""
+    """What the caller gets after the launch of a call."""
     if settings.inplace:
         bump_versions(given.x, given.key)
         out, key_out = given.x, given.key
@@ -203,8 +204,8 @@ def as_asked(out: torch.Tensor, x: torch.Tensor, settings: Settings) -> torch.Te
 def made_alike(x: torch.Tensor, key: torch.Tensor | None, call: RopeCall, settings: Settings) -> bool:
     """Whether the call's results have the strides of ``empty_like`` of x and of the key, which a direct launch writes to.
 
-    They are made like views: of a packed qkv with one axis of heads, of "bhsd" with tokens before heads. Where elements
-    share memory, what is made like the tensor itself can have other strides.
+    The results are made like views: of a packed qkv with one axis of heads, of "bhsd" with tokens before heads. If
+    elements share memory, a tensor made like x or the key itself can have other strides.
     """
     if settings.k_dim:
         return True  # contiguous always
@@ -228,7 +229,7 @@ def _run(  # noqa: PLR0913 - what the closure holds
     apart: tuple[int, int, int],
     public: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """The ``run`` of a plan that launches directly, to results of ``makers``.
+    """The ``run`` of a plan that launches directly, with results that ``makers`` make.
 
     Call it only with tensors that have the dtype, shape, strides, device and 16-byte alignment of the call it was made
     for: the compiled code depends on all of them.
@@ -241,7 +242,7 @@ def _run(  # noqa: PLR0913 - what the closure holds
 
 
 def _makers(spec: RopeSpec, x: torch.Tensor, key: torch.Tensor | None) -> tuple[Callable[[], torch.Tensor], ...]:
-    """What makes the results of calls like that of the caller's x and key, which are not kept; none in place."""
+    """Functions that make the results of calls like that of x and key, without keeping these; none in place."""
     if spec.inplace:
         return ()
     if spec.splits:
@@ -275,7 +276,7 @@ def _plain(  # noqa: PLR0913 - what the closure holds
     inplace, computes_sincos, packed = spec.inplace, spec.computes_sincos, spec.packed
     make: Any = makers[0] if makers else None
 
-    def plan(  # noqa: PLR0913 - those of Plan.run
+    def plan(  # noqa: PLR0913 - the arguments of Plan.run
         x: Any,
         key: Any,
         angles: Any,
@@ -324,7 +325,7 @@ def _complete(  # noqa: PLR0913 - what the closure holds
     make: Any = makers[0] if makers else None
     make_key: Any = makers[-1] if makers else None
 
-    def plan(  # noqa: PLR0913 - those of Plan.run
+    def plan(  # noqa: PLR0913 - the arguments of Plan.run
         x: Any,
         key: Any,
         angles: Any,
@@ -374,11 +375,11 @@ def _split(  # noqa: PLR0913 - what the closure holds
     limits: tuple[int, int],
     public: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Of MLA: out of place always, with results of shapes of their own."""
+    """``_run`` of MLA: always out of place, and the results have other shapes than x and the key."""
     run, function, head, programs, (_, *numbers), stream_of, enter, leave = direct
     rest, (low, high), (make, make_key), computes_sincos = tuple(numbers), limits, makers, spec.computes_sincos
 
-    def plan(  # noqa: PLR0913 - those of Plan.run
+    def plan(  # noqa: PLR0913 - the arguments of Plan.run
         x: Any,
         key: Any,
         angles: Any,

@@ -1,6 +1,6 @@
-"""Rotations whose gradient reads what was rotated: with a norm before them, or of angles that need a gradient.
+"""Rotations whose gradient reads the forward's input: those with a norm, and those whose angles need a gradient.
 
-The forward saves its input. A call in place copies it first, since nothing gives it back from the result.
+The forward saves its input. A call in place copies it first, since the input cannot be computed from the result.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Saved(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         weights = None if weight is None else (weight, key_weight)
         out = node.forward.run(x, key, angles, sin, cu_seqlens, positions, *numbers, weights)
-        if key is not None:  # a result of nothing that needs a gradient needs none itself
+        if key is not None:  # a result needs no gradient if nothing that it is computed from needs one
             of_x, of_key, *of_angles, of_weight, of_key_weight = ctx.needs_input_grad[:6]
             needs = of_x or of_weight, of_key or of_key_weight
             if not any(of_angles):
@@ -80,7 +80,7 @@ class _Saved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """The gradients of what needs one; by differentiable operators if they need gradients themselves."""
+        """The gradients of the tensors that need one; by differentiable operators if these need gradients themselves."""
         nothing = (None,) * (3 + _NUMBERS)
         if all(grad is None for grad in grads):
             return (None,) * 6 + nothing
@@ -95,7 +95,7 @@ class _Saved(torch.autograd.Function):
 
 
 def given_gradients(given: Given, grad: Any, key_grad: Any) -> tuple[Any, Any]:
-    """The gradients of the results; zeros for one that nothing depends on."""
+    """The gradients of the results; zeros for a result that nothing depends on."""
     grad = torch.zeros_like(given.x) if grad is None else grad
     if given.key is not None and key_grad is None:
         key_grad = torch.zeros_like(given.key)
@@ -103,25 +103,25 @@ def given_gradients(given: Given, grad: Any, key_grad: Any) -> tuple[Any, Any]:
 
 
 def apart(given: Given) -> Given:
-    """The call with a view of its own in the place of each tensor that needs a gradient.
+    """The call with each tensor that needs a gradient replaced by a view of its own.
 
-    Of one tensor given twice, or of one computed from another, ``by_formula`` must give the gradient of each place alone:
-    autograd adds them up, and knows what was computed from what, once it goes on from there.
+    If one tensor is given twice, or one is computed from another, ``by_formula`` must give the gradient of each
+    argument alone. Autograd adds them up when it goes on from there, and it knows which tensor was computed from which.
     """
     return Given(*(t.view_as(t) if isinstance(t, torch.Tensor) and t.requires_grad else t for t in given))
 
 
 def alike(grad: Any, key_grad: Any) -> tuple[Any, Any]:
-    """The gradients of the results as kernels take them, which have one stride of features for both."""
+    """The gradients of the results as kernels take them: with the same stride of features."""
     if key_grad is not None and key_grad.stride(-1) != grad.stride(-1):
         return grad.contiguous(), key_grad.contiguous()
     return grad, key_grad
 
 
 def gradient_call(spec: Any, call: RopeCall, grad: Any, key_grad: Any, **sums: Any) -> RopeCall:
-    """The gradient of a forward's call, given those of its results, as the kernels take it; its results are not filled.
+    """The call of the gradient's kernels, with outputs to fill, from the forward's call and the results' gradients.
 
-    ``sums``: the fields of what is added up over tokens or heads.
+    ``sums``: the fields for results that are added up over tokens or heads.
     """
 
     def steps(t: Any) -> Any:
@@ -155,7 +155,7 @@ def launch(spec: Any, variant: Any, call: RopeCall) -> None:
     """Launch the kernels of a gradient."""
     with torch.cuda.device(call.x.device):
         run_steps(launches(spec, variant, call), functools.partial(launch_known, call.x.device.index))
-    if listening() is not None:  # noted, not made
+    if listening() is not None:  # the launches were noted, not made
         for t in (call.out, call.key_out, call.weight_grad, call.key_weight_grad, call.angle_grad):
             if t is not None:
                 t.zero_()
@@ -168,9 +168,9 @@ def note(heard: Heard, spec: Any, variant: Any, call: RopeCall) -> None:
 
 
 def by_formula(prepared: Prepared, tensors: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
-    """The gradients of the tensors that need one, else None, by autograd: differentiable themselves.
+    """The gradients of the tensors that need one, None for the others; by autograd, and so differentiable themselves.
 
-    ``tensors`` are those of a call that is ``apart``.
+    ``tensors``: of a call that ``apart`` gave.
     """
     with torch.enable_grad():
         forward = dataclasses.replace(prepared.eager_spec, direction="forward", angle_gradient=False)

@@ -13,7 +13,7 @@ from tuned.families.gru_cell.variant import gates_variant
 from tuned.families.launch import Copy, Fill, Launch, Product, Step, check_rows
 
 WORD = 8  # bytes of weights that a thread of form "row" loads at a time, where they are aligned
-ALIGNED = 16  # what Triton compiles a kernel for: whether it divides an address, or a stride
+ALIGNED = 16  # Triton specialises a kernel on whether this divides an address or a stride
 COUNTER_STRIDE = 32  # int32 elements, 128 bytes: each counter has its own cache line
 
 
@@ -108,7 +108,7 @@ def _check(call: Recurrence) -> None:
 
 
 def sequence(spec: GruSpec, variant: GruVariant, call: Recurrence, begin: int, end: int) -> Launch:
-    """The launch of the steps in [begin, end). If that is one step of one layer, its programs do not wait. Form "row" takes all."""
+    """The launch of the steps in [begin, end); all of them for form "row". The programs of one step of one layer do not wait."""
     assert not variant.by_row or (begin, end) == (0, call.seq), f"form='row' has all {call.seq} steps in a launch"
     waits = spec.stacked or (end - begin > 1 and not alone(spec, variant))
     numbers = (
@@ -182,7 +182,7 @@ def _numbers(spec: GruSpec, variant: GruVariant, batch: int, *, waits: bool) -> 
 def _numbers_of_row(spec: GruSpec, variant: GruVariant, call: Recurrence) -> dict[str, Any]:
     """The numbers that a kernel of form "row" is compiled for."""
     weights = call.weight_hh
-    # Of addresses and strides by what kernels are compiled for: a launch that is known serves all that are alike in it.
+    # Of addresses and strides, use only what Triton specialises on: a cached launch serves all calls that are alike in that.
     aligned = not weights.data_ptr() % ALIGNED and (spec.directions == 1 or not weights.stride(0) % ALIGNED)
     words = aligned and not spec.hidden * spec.item % WORD
     return {

@@ -1,4 +1,4 @@
-"""What the time of a recurrence is made of, by a variant and by torch.nn.GRU, and the variants worth asking about.
+"""What the time of a recurrence is made of, for a variant and for torch.nn.GRU, and the variants worth considering.
 
 The time of a call is a weighted sum of amounts. The weights are fitted to measurements: tuned/tables/_models.py.
 """
@@ -37,48 +37,52 @@ SMALL_HIDDEN, SMALL_BATCH = (
     (64, 128),
     256,
 )  # dense float32 layers for which cuDNN has a kernel that keeps the weights on chip
-LAYER_OVER_FIRST = 0.2  # cuDNN runs the layers of a stack side by side: what one more takes, of the first
-NEAR, NEAR_MOST = 0.06, 0.1  # what the estimate of a variant is raised by, for each octave to a row that it won
+LAYER_OVER_FIRST = 0.2  # cuDNN runs the layers of a stack side by side: one more takes this part of the first's time
+# A variant's estimate is raised by NEAR for each octave to a row that it won, and by NEAR_MOST at most.
+NEAR, NEAR_MOST = 0.06, 0.1
 MOST_ALIGNED = 16
 MARGIN, MARGIN_NARROW = 0.85, 0.65
-MARGIN_ROW = 0.9  # of form "row": of 123 that were drawn, those that are thought to take up to 0.92 took 0.93 at most
+MARGIN_ROW = 0.9  # for form "row": of 123 drawn calls, those with an estimate of up to 0.92 took 0.93 at most
 MARGIN_STEPS = 0.95  # of a launch for each step, as nn.GRU has: of 46 shapes that were measured none took more than 1.04 of its time
-MARGIN_ON_CHIP = 0.5  # of layers that ``stays_on_chip``: kernels took up to 2.1 of what the model thinks
-# Of float32, both ways, many rows. None was measured, and kernels took up to 2.4 of what the model thinks.
+MARGIN_ON_CHIP = 0.5  # for layers that ``stays_on_chip``: kernels took up to 2.1 times the model's estimate
+# For float32, both directions, many rows. None was measured, and kernels took up to 2.4 times the model's estimate.
 MARGIN_BOTH_FLOAT32, MANY_ROWS = 0.6, 128
-# Of float32 and more rows still: one of 370 rows was thought to take 0.52 of PyTorch's own time, and took 1.06.
+# For float32 and more rows still: a call of 370 rows was estimated at 0.52 of PyTorch's time, and took 1.06.
 MARGIN_MANY_FLOAT32, MOST_ROWS = 0.5, 256
-MARGIN_NARROW_FLOAT32 = 0.45  # one of 1015 units that is thought to take 0.5 took 0.86: docs/decisions/0080
-# As a call PyTorch's own launches a GEMM and a kernel for each step of a cell (a layer and direction): of 290 random calls on six hosts
-# with H200s none took less than 9.3 us a step of a cell, but for dense float32 layers of which cuDNN may have one launch: those of up
-# to 128 units, and of up to 192 with not too many rows.
+MARGIN_NARROW_FLOAT32 = 0.45  # a call of 1015 units that was estimated at 0.5 took 0.86: docs/decisions/0080
+# As a call torch.nn.GRU launches a GEMM and a kernel for each step of a cell (a layer and direction): of 290 random calls on six
+# hosts with H200s none took less than 9.3 us for a step of a cell. The exceptions are dense float32 layers that cuDNN may run in
+# one launch: those of up to 128 units, and of up to 192 with not too many rows.
 HOST_STEP_US = 8.0
 ONE_LAUNCH_HIDDEN, ONE_LAUNCH_BATCH = (128, 192), 256
 LEAST_ROWS = 16  # of a product on tensor cores
-# Units and rows beyond which that launch of cuDNN takes three to seven times as long: of 182 units 467 rows took 66 us a step.
+# Units and rows beyond which cuDNN's one launch takes three to seven times as long: 467 rows of 182 units took 66 us a step.
 SPILLED_HIDDEN, SPILLED_BATCH = 160, 160
-# Bytes of a warp's part of a row of weights, from which on products of rows of a multiple of 16 bytes take up to three times as long.
+# Bytes of a warp's part of a row of weights. From so many on, and if rows are a multiple of 16 bytes, products take up to three
+# times as long.
 WIDE_PART = 1024
-# Units of form "tile" from which on warpgroups multiply; units of the smallest tile; registers up to which a thread is not short of them.
+# Units of form "tile" from which on warpgroups multiply; units of the smallest tile; registers up to which a thread has enough.
 WARPGROUP_UNITS, FEWEST_UNITS, FREE_REGISTERS = 64, 8, 160
 MEASURED, PROCESSORS = (
     90,
     132,
 )  # the capability and multiprocessors that the weights were measured on, with tiles of all kinds
-# Registers, of the 255 that a thread may have. A variant of 64 rows and 32 units of a stack of 448 spilled 60,996 bytes a thread, and took
-# 25 times what the model thinks; one of 32 rows and 64 units, which needs 224 of them, 29,168 bytes, and 21 times; one of 16 rows and 128
-# units, which needs 200, 18,246 bytes, and 12 times. Other forms have fewer sums and more of what is multiplied, and spill less.
+# Limits for ``registers``, of the 255 that a thread may have. Beyond, tiles spilled and took many times the model's estimate: 64 rows
+# and 32 units of a stack of 448 spilled 60,996 bytes a thread, and took 25 times as long; 32 rows and 64 units, which need 224
+# registers, 29,168 bytes and 21 times; 16 rows and 128 units, which need 200, 18,246 bytes and 12 times. Other forms have fewer
+# sums and more operands, and spill less.
 MOST_REGISTERS, MOST_SPLIT_REGISTERS = 208, 190
-# Elements of a piece of the state a thread, and then rows or results of a program, from which on kernels spill on other cards if
-# a row is no multiple of 16 bytes: 20 of 23 did, by up to 37,302 bytes a thread (docs/decisions/0049).
+# If a row is no multiple of 16 bytes, kernels spill on other cards from so many elements of a piece of the state a thread, with so
+# many rows or results a program: 20 of 23 did, by up to 37,302 bytes a thread (docs/decisions/0049).
 NARROW_ELEMENTS, NARROW_ROWS, NARROW_RESULTS = 32, 32, 1024
-# Units of form "tile", and registers of either form, from which on kernels spill there in any case: of 142 tiles that were compiled for
-# sm_86, sm_100 and sm_120 21 have less, none of which spills, and 82 of the others do; of 34 of form "split" on sm_86 16 of 22 with more.
+# Beyond so many units (form "tile") or registers (either form) kernels spill on other cards whatever the row. Of 142 tiles that
+# were compiled for sm_86, sm_100 and sm_120, 21 have less: none of them spills, and 82 of the others do. Of 34 kernels of form
+# "split" on sm_86, 16 of the 22 with more spill.
 TILE_UNITS, TILE_REGISTERS, SPLIT_REGISTERS = 16, 80, 104
 
 
 def covers(variant: GruVariant) -> bool:
-    """Whether ``kernels`` is true of a variant: all steps in one launch."""
+    """Whether ``kernels`` describes a variant: one that has all steps in one launch."""
     return variant.strategy == "persistent"
 
 
@@ -129,7 +133,7 @@ def kernels(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
             variant.exchange: 1.0,
             "polled_narrow": columns / 1e3 if variant.exchange == "poll" and aligned < MOST_ALIGNED else 0.0,
             "spun_pieces": float(variant.exchange == "spin") * (len(of_pieces) - 1.0),
-            # Of several pieces in 16 bits late is the slower one, by 3 to 13 percent; of one it is the faster, by 4 to 13.
+            # With several pieces in 16 bits "late" is slower, by 3 to 13 percent; with one piece it is faster, by 4 to 13.
             "early": float(not late and (len(of_pieces) == 1 or single)),
             "late_pieces": float(late and len(of_pieces) > 1 and not single),
             "crowd": (programs(spec, size, variant) / PROCESSORS) ** 2,
@@ -137,7 +141,7 @@ def kernels(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
             "late_warps": float(late and read > 1) * variant.num_warps,
             "state": state / 1e6,
             "state_per_thread": state / threads / 1e3,
-            # Of narrow rows a thread has an address for each of its elements, of which it reads some.
+            # With narrow rows a thread has an address for each of its elements, and reads only some of them.
             "loads": state * (1 if aligned == MOST_ALIGNED else rows / read) / threads / aligned / 1e3,
             "message": programs(spec, size, variant) * state / 1e9,
             "unit_tiles": unit_tiles,
@@ -153,7 +157,7 @@ def _read(spec: GruSpec, size: GruSize, variant: GruVariant) -> int:
 
 
 def _of_row(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, float]:
-    """Of form "row": programs that no multiprocessor has room for come after the others, and those that share one share its lanes."""
+    """Amounts of form "row". Programs without room run after the others, and those on one multiprocessor share its lanes."""
     units, count = variant.block_hidden, programs(spec, size, variant)
     rounds = ceil_div(count, ROW_RESIDENT[units] * PROCESSORS)
     shared = ceil_div(count, rounds * PROCESSORS) - 1
@@ -164,12 +168,12 @@ def _of_row(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
         "row_bytes": count * spec.hidden * spec.item / 1e6,
         "row_ragged": 0.0 if spec.dense else rounds,
     }
-    # What loads weights does so once.
+    # Weights are loaded once, before the first step.
     return {"call": 1.0, "row_start": units**2 / 1e6, **{name: size.seq * amount for name, amount in found.items()}}
 
 
 def _staged(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, float]:
-    """Of form "staged": a wait, then pieces one after the other; directions too."""
+    """Amounts of form "staged": a wait, then pieces one after the other; one direction after the other, too."""
     of_pieces, rows = widths(spec, variant), variant.block_batch
     state = _read(spec, size, variant) * sum(of_pieces) * spec.item
     at_each_step = sum(of_pieces[kept(spec, variant) :]) / sum(of_pieces) * weight_bytes(spec, variant)
@@ -190,9 +194,9 @@ def _staged(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
 
 
 def steps(spec: GruSpec, size: GruSize) -> tuple[GruVariant, dict[str, float]] | None:
-    """(strategy "library", its amounts), of 16 bits; None of what it does not take, and of float32, whose products follow a setting.
+    """(strategy "library", its amounts) in 16 bits; None for what it does not take, and for float32, whose products follow a setting.
 
-    It is nn.GRU's way with one kernel for the gates: of large layers in 16 bits, measured, it takes 0.5 to 0.8 of its time.
+    It works like nn.GRU, with one kernel for the gates: for large layers in 16 bits it took 0.5 to 0.8 of nn.GRU's time.
     """
     if not spec.dense or spec.stacked or spec.resets or spec.dtype == "float32":
         return None
@@ -237,7 +241,8 @@ def library(spec: GruSpec, size: GruSize) -> tuple[str, dict[str, float]]:
         return "library", amounts
     if stays_on_chip(spec, size):
         return "library_small_float32", amounts
-    # Of up to 192 units cuDNN has one launch for some, and a step takes from 3 us; of more it has none, and a step takes from 6.
+    # Up to 192 units cuDNN runs some layers in one launch, and a step takes 3 us or more; with more units it runs none so, and a
+    # step takes 6 or more.
     if hidden > ONE_LAUNCH_HIDDEN[1]:
         return "library_float32", amounts
     if hidden > SPILLED_HIDDEN and size.batch > SPILLED_BATCH:
@@ -252,7 +257,7 @@ def stays_on_chip(spec: GruSpec, size: GruSize) -> bool:
 
 
 def called_us(spec: GruSpec, size: GruSize) -> float:
-    """What torch.nn.GRU takes the host at least, as a call; 0 where cuDNN may have one launch for all steps."""
+    """The least host time of torch.nn.GRU as a call; 0 where cuDNN may have one launch for all steps."""
     any_batch, few_rows = ONE_LAUNCH_HIDDEN
     one_launch = spec.hidden <= any_batch or (spec.hidden <= few_rows and size.batch <= ONE_LAUNCH_BATCH)
     if spec.dtype == "float32" and spec.dense and one_launch:
@@ -261,12 +266,12 @@ def called_us(spec: GruSpec, size: GruSize) -> float:
 
 
 def projection(spec: GruSpec, size: GruSize) -> dict[str, float]:
-    """Amounts of the products of the input, as wide as the state, and its weights, which the time of a recurrence does not have in it."""
+    """Amounts of multiplying the input, as wide as the state, by its weights: the time of a recurrence does not include it."""
     return {"call": 1.0, **products_of_input(spec, size, spec.hidden)}
 
 
 def products_of_input(spec: GruSpec, size: GruSize, features: int) -> dict[str, float]:
-    """Amounts of the products of an input of so many features and its weights."""
+    """Amounts of multiplying an input of so many features by its weights."""
     # Float32 takes four times as long as 16 bits: half as many products at a time on the tensor cores, and by a kernel of our own.
     results = size.seq * size.batch * spec.directions * spec.hidden
     products = results * features * (spec.item / 2) ** 2 / 1e9
@@ -278,17 +283,17 @@ def products_of_input(spec: GruSpec, size: GruSize, features: int) -> dict[str, 
 
 
 def _narrow(row_bytes: int) -> float:
-    """How often the 16 bytes that a thread loads at a time are halved until rows of so many bytes are a multiple of them."""
+    """How often a thread's load of 16 bytes must be halved until rows of so many bytes are a multiple of it."""
     return math.log2(MOST_ALIGNED / math.gcd(row_bytes, MOST_ALIGNED))
 
 
 def alike(size: GruSize) -> GruSize:
-    """The size with its length rounded up to a power of two: only the start of a call is another part of its time."""
+    """The size with its length rounded up to a power of two: lengths differ only in the start's part of a call's time."""
     return dataclasses.replace(size, seq=next_power_of_2(max(size.seq, 1)))
 
 
 def candidates(spec: GruSpec, size: GruSize, capability: int, multiprocessors: int) -> tuple[GruVariant, ...]:
-    """The persistent variants that a GPU has room for, with the fewest turns, each waiting in the best way it has."""
+    """The persistent variants that a GPU has room for, with the fewest turns, in each way of waiting that is legal."""
     return _candidates(spec, size.batch, capability, multiprocessors)
 
 
@@ -319,7 +324,7 @@ def _candidates(spec: GruSpec, batch: int, capability: int, multiprocessors: int
 
 
 def _most_registers(variant: GruVariant) -> int:
-    """Registers from which on a kernel spills so much that others are taken."""
+    """Registers beyond which a kernel spills so much that other kernels are taken."""
     return MOST_SPLIT_REGISTERS if variant.splits_columns else MOST_REGISTERS
 
 
@@ -335,13 +340,13 @@ def registers(spec: GruSpec, variant: GruVariant) -> float:
 
 
 def spills(spec: GruSpec, variant: GruVariant) -> bool:
-    """Whether a thread most likely has more than its registers hold, but on Hopper: addresses, or rows and sums.
+    """Whether a thread most likely needs more registers than it has, for addresses or for rows and sums, except on Hopper.
 
-    Narrow loads of many rows have an address each. In form "tile" a thread has its part of the weights too, which Hopper multiplies from
-    shared memory; in form "split" as many sums as there are threads in a warp.
+    Narrow loads of many rows need an address each. In form "tile" a thread also has its part of the weights, which Hopper multiplies
+    from shared memory. In form "split" the threads of each warp share all sums.
     """
     units, rows, threads = variant.block_hidden, variant.block_batch, 32 * variant.num_warps
-    # In registers.
+    # In registers of 4 bytes.
     columns = (2 * stage_width(spec, variant) if variant.staged else sum(widths(spec, variant))) * spec.item / 4
     if variant.form == "tile" and (
         units > TILE_UNITS or (3 * units * (columns + rows) + rows * columns) / threads > TILE_REGISTERS
@@ -359,11 +364,11 @@ def _fits(spec: GruSpec, size: GruSize, variant: GruVariant, turns: int, multipr
 
 
 def margin(spec: GruSpec, variant: GruVariant) -> float:
-    """What a variant may be thought to take of PyTorch's time, to be chosen: the model errs.
+    """The largest part of PyTorch's time that a variant's estimate may be if it is to be chosen: the model errs.
 
-    It errs by more where rows are no multiples of 16 bytes: what is read of them at a time is then narrow, but for form "row", which
-    reads an element at a time. What cu_seqlens bounds PyTorch's own must bring into another order first, and reads the bounds on
-    the host: any kernel is better.
+    It errs by more where rows are no multiples of 16 bytes, since their loads are narrow; not for form "row", which reads an element
+    at a time. Sequences that cu_seqlens bounds must be reordered for PyTorch's operator first, and the host reads the bounds: any
+    kernel is better.
     """
     if spec.thd:
         return math.inf
@@ -373,7 +378,7 @@ def margin(spec: GruSpec, variant: GruVariant) -> float:
 
 
 def margin_of_device(spec: GruSpec, size: GruSize, variant: GruVariant) -> float:
-    """``margin`` where the time of the device counts alone: of float32 the model errs by most."""
+    """``margin`` where only the device's time counts: the model errs most for float32."""
     if spec.dtype != "float32" or spec.thd or variant.by_row:
         return margin(spec, variant)
     if spec.hidden * spec.item % MOST_ALIGNED != 0:
@@ -386,10 +391,10 @@ def margin_of_device(spec: GruSpec, size: GruSize, variant: GruVariant) -> float
 
 
 def handicap(variant: GruVariant, won: Mapping[GruVariant, float]) -> float:
-    """What the estimate of a variant is multiplied by: more, the further away the nearest row is that it won.
+    """The factor on a variant's estimate: larger, the further away the nearest row is that the variant won.
 
-    Models are right about a factor and rows about percents: near a row its variant is to be beaten by more than errors. Form "row"
-    has one variant a size, and its time hardly depends on what the model leaves out.
+    Models are right about factors, rows about percents: near a row, another variant must beat its winner by more than the model's
+    error. Form "row" has one variant for each size, and its time hardly depends on what the model leaves out.
     """
     if variant.by_row:
         return 1.0

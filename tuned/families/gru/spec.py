@@ -71,15 +71,15 @@ class GruSpec:
         return "own, mask=mask" if self.dense else "after, mask=m_now"
 
     def turned_before(self, variant: Any) -> str:
-        """In a template: the elements whose state a turn of this launch has left; not of sequences that ended before it."""
+        """In a template: the elements whose state an earlier turn of this launch stored; not of sequences that ended before."""
         ran = "(i_step > t_begin)"
         return ran if self.dense else f"({ran} & (length > t_begin))[{variant.row_axes}]"
 
     def waiting(self, variant: Any) -> str:
         """In a template: which rows of a tile wait for what a step gave; all or none.
 
-        A tile without a token, which only turns come to, waits for nothing: its spare row is another tile's, whose turn may come
-        after its own.
+        Only where tiles take turns can a step come to a tile without a token. It waits for nothing: its spare row belongs to another
+        tile, whose turn may come later.
         """
         alike = "(length >= 0) & (i_step > t_begin)"
         return f"{alike} & (tl.max(length, 0) > 0)" if variant.in_turn else alike
@@ -101,7 +101,7 @@ class GruSpec:
 
     @property
     def sum_d(self) -> str:
-        """In a template: what later steps give to the gradient of a state; 0 if it is reset after it."""
+        """In a template: what later steps give to the gradient of a state; 0 if the state is reset before the next step."""
         return self._of_state("_total(acc)")
 
     @property
@@ -110,7 +110,7 @@ class GruSpec:
         return self._of_state("tl.where(first, before.to(tl.float32), own)")
 
     def marks(self, variant: Any) -> str:
-        """In a template: whether the state of each row of a tile is reset before a step; loaded a step ahead, or now in a turn."""
+        """In a template: whether each row's state is reset before a step; loaded a step ahead, or now where tiles take turns."""
         now = "resets, i_step, m_cut, i_batch, length, seq, starts, resets_stride_t, resets_stride_b, backward"
         return f"_marks({now})" if variant.in_turn else "marked"
 

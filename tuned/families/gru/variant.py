@@ -20,26 +20,27 @@ TILE_ROWS = 32  # a tile with fewer rows is one product of 16 rows, which every 
 STEPS_UNITS = 16  # most units of a tile with strategy "steps"
 FEWEST = 8  # no variant that used an eighth of the multiprocessors or less came near the best
 TILE_BATCHES, TILE_WARPS = (8, 16, 32, 64, 128), (2, 4, 8)  # of forms "split" and "tile"
-# Form "row": the units that a program has lanes for -> its warps, so that a thread holds at most 192 weights, and programs of a
-# multiprocessor, by its registers.
+# Form "row": the units that a program has lanes for -> its warps, such that a thread holds at most 192 weights; and -> the programs
+# that a multiprocessor has registers for.
 ROW_WARPS = {32: 1, 64: 2, 128: 8}
 ROW_RESIDENT = {32: 12, 64: 4, 128: 1}
 ROW_ROUNDS = (
-    2  # times that all multiprocessors are filled: more rows take longer than in tiles, which read their weights once
+    2  # times that all multiprocessors may be filled: with more rows tiles are faster, since they read weights once
 )
-# Form "staged": the units, rows and warps of its tiles, the columns and bytes that a piece has at most, and the units up to which form "split" takes no longer.
+# Form "staged": the units, rows and warps of its tiles; the most columns and bytes of a piece; the units up to which form "split" is no
+# slower.
 STAGED_UNITS, STAGED_BATCHES, STAGED_WARPS = 16, (8, 16, 32, 64), 8
 STAGE_COLUMNS, STAGE_BYTES, FEWEST_STAGED = 1024, 32 * 1024, 1024
-# Bytes of weights that such a program keeps in shared memory at most. Of the columns of a piece where it reads the others at each step,
-# through registers, there are as many at most, and as many elements of the state.
+# The most bytes of weights that such a program keeps in shared memory. If it reads the other weights at each step, through registers,
+# a piece has at most READ_COLUMNS columns and READ_ELEMENTS elements of the state.
 KEPT_BYTES, READ_COLUMNS, READ_ELEMENTS = 192 * 1024, 256, 4096
-STAGED_ALIGNED = 16  # bytes of which rows are to be a multiple
+STAGED_ALIGNED = 16  # rows must be a multiple of so many bytes
 WARPGROUP = 4  # warps that multiply together on Hopper
-# Bytes of weights from which on two warps read them for up to three times as long as more warps do: none of 196 variants came within an
-# eighth of the best. Two of a stack of 540 units in float32 took 11.6 us a step where PyTorch's own takes 8.7.
+# From so many bytes of weights on, two warps read them for up to three times as long as more warps do: none of 196 variants came within
+# an eighth of the best. For a stack of 540 units in float32 two warps took 11.6 us a step, where PyTorch's operator takes 8.7.
 TWO_WARPS_BYTES = 64 * 1024
-# A last tile has few rows if they are less than one in so many; and from how many reads of a row on, where there are full tiles too, it
-# takes less to read none of the others: docs/decisions/0077.
+# A last tile has few rows if they are less than one in FEW_ROWS. If there are full tiles too, leaving out the tile's other rows takes
+# less from MANY_READS reads of a row on: docs/decisions/0077.
 FEW_ROWS, MANY_READS = 4, 384
 MIN_PART = 16  # columns of a warp: the depth of a 16-bit tensor-core product
 MAX_STATE_PER_THREAD = 128  # elements of the rows of h that a thread holds while it waits, 16 bits each
@@ -59,7 +60,7 @@ class GruVariant:
     # "split": units times rows, each warp multiplying its part of the columns: few rows. "tile": rows times units.
     # "row": one row a program, all units and their weights in registers, multiplied without tensor cores.
     # "staged": as "split", with a piece of the state at a time in shared memory, one direction after the other: many units. Weights
-    # that have no room there beside it are read at each step.
+    # that do not fit there beside the piece are read at each step.
     form: str = one_of("split", "tile", "row", "staged", default="split")
     # Units per program: it reads, and keeps, 3 * block_hidden rows of weight_hh.
     block_hidden: int = one_of(8, 16, 32, 64, 128, default=16)
@@ -70,7 +71,7 @@ class GruVariant:
     # When x's part of the next step's gates is loaded: "early", before waiting for the state, or "late", after it.
     prefetch: str = one_of("early", "late", default="early")
     num_warps: int = one_of(1, *TILE_WARPS, default=4)
-    # Tiles of rows that a program takes in turn at each step: as few as make room for all programs, see ``_turns_rejection``.
+    # Tiles of rows that a program takes in turn at each step: as few as let all programs fit, see ``_turns_rejection``.
     turns: int = one_of(1, 2, 3, 4, 6, 8, default=1, older=True)
 
     @property
@@ -118,7 +119,7 @@ class GruVariant:
 
     @property
     def sums_shape(self) -> str:
-        """Of the tile that products are summed in; in a template."""
+        """The shape of the tile in which products are summed; in a template."""
         return "(SPLITS, BLOCK_HIDDEN, BLOCK_BATCH)" if self.splits_columns else "(BLOCK_BATCH, BLOCK_HIDDEN)"
 
     @property
@@ -178,9 +179,9 @@ def kept(spec: GruSpec, variant: GruVariant) -> int:
 
 
 def programs(spec: GruSpec, size: GruSize, variant: GruVariant) -> int:
-    """Programs of one launch: tiles of units, what takes the tiles of rows, and that for each layer and direction.
+    """Programs of one launch: ``sets_of`` for each tile of units, layer and direction.
 
-    Of form "staged" a program has both directions.
+    A program of form "staged" takes both directions.
     """
     cells = spec.layers * (1 if variant.staged else spec.directions)
     return ceil_div(spec.hidden, variant.block_hidden) * sets_of(size, variant) * cells
@@ -192,11 +193,11 @@ def sets_of(size: GruSize, variant: GruVariant) -> int:
 
 
 def past(spec: GruSpec, batch: int, variant: GruVariant) -> str:
-    """What rows past the end of a tile are: PAST in the template.
+    """What the rows of a tile past the end of the batch are: PAST in the template.
 
-    If they were others again, few rows in a tile would be read many times, by as many programs as there are tiles of units, and all
-    would wait for those that write them: of 65 rows of 1056 units in tiles of 64 a step took twice as long as one that reads each
-    once. To leave loads out takes registers, and full tiles a little longer.
+    If they repeat other rows, the few rows of a last tile are read many times, by as many programs as there are tiles of units, and
+    all wait for the programs that write them. So a step of 65 rows of 1056 units in tiles of 64 took twice as long as one that reads
+    each row once. Leaving loads out needs registers, and makes full tiles a little slower.
     """
     last = batch % variant.block_batch
     if 0 < FEW_ROWS * last < variant.block_batch:
@@ -220,12 +221,12 @@ def alone(spec: GruSpec, variant: GruVariant) -> bool:
 
 
 def steps_are_alike(spec: GruSpec) -> bool:
-    """Whether strategy "library" launches one compiled kernel at all steps: what rows of tokens are aligned to is the same."""
+    """Whether strategy "library" launches one compiled kernel at all steps: the rows of all tokens have the same alignment."""
     return spec.hidden * spec.item % MAX_LOAD == 0
 
 
 def weight_bytes(spec: GruSpec, variant: GruVariant) -> int:
-    """Bytes of the weights of a program's units, of a stack those of the layer below too."""
+    """Bytes of the weights of a program's units; in a stack also of their weights for the layer below."""
     return 3 * variant.block_hidden * sum(widths(spec, variant)) * spec.item * (2 if spec.stacked else 1)
 
 
@@ -280,7 +281,7 @@ def rejection(  # noqa: PLR0911 - one return per rule
         return reason
     if size is None:
         return None
-    held = None if variant.strategy == "steps" else multiprocessors  # of a launch a step any number of programs
+    held = None if variant.strategy == "steps" else multiprocessors  # a launch a step may have any number of programs
     return size_rejection(spec, size, variant, held, waits=not alone(spec, variant))
 
 
@@ -296,13 +297,13 @@ def _library_rejection(spec: GruSpec, variant: GruVariant) -> str | None:
 
 
 def row_variant(hidden: int) -> GruVariant | None:
-    """The variant of form "row": of each size one is fast, with as few warps as hold the weights. None where none does."""
+    """The variant of form "row": for each size one is fast, that with as few warps as hold the weights. None if none do."""
     units = max(min(ROW_WARPS), next_power_of_2(hidden))
     return GruVariant("persistent", "row", units, 1, num_warps=ROW_WARPS[units]) if units in ROW_WARPS else None
 
 
 def products_rejection(variant: GruVariant) -> str | None:
-    """Why tensor cores do not multiply in such tiles, or None."""
+    """Why tensor cores do not multiply tiles of a variant, or None."""
     if variant.block_batch not in TILE_BATCHES or variant.num_warps not in TILE_WARPS:
         return f"block_batch={variant.block_batch} with num_warps={variant.num_warps} is for form='row': tensor cores multiply {SMALLEST} rows at least"
     return None
@@ -330,12 +331,12 @@ def _row_rejection(  # noqa: PLR0911 - one return per rule
 
 
 def sees_stores(capability: int) -> bool:
-    """Whether a volatile load sees what another multiprocessor stored: on NVIDIA's; on AMD's, of capability 0, Triton makes it a plain load."""
+    """Whether a volatile load sees what another multiprocessor stored: on NVIDIA. On AMD (capability 0) Triton makes it a plain load."""
     return capability > 0
 
 
 def exchange_rejection(spec: GruSpec, variant: GruVariant, capability: int, of_pieces: tuple[int, ...]) -> str | None:
-    """Why programs cannot wait so for messages in pieces of such widths, or None."""
+    """Why a variant's programs cannot wait in its way for messages in pieces of such widths, or None."""
     if variant.exchange != GruVariant.exchange and not sees_stores(capability):
         return f"exchange={variant.exchange!r} looks at messages again and again, and an AMD GPU may show a look what it saw before: docs/decisions/0085"
     threads, narrowest = 32 * variant.num_warps, min(width for width in of_pieces if width)
@@ -356,7 +357,7 @@ def exchange_rejection(spec: GruSpec, variant: GruVariant, capability: int, of_p
 def size_rejection(
     spec: GruSpec, size: GruSize, variant: GruVariant, multiprocessors: int | None, *, waits: bool
 ) -> str | None:
-    """Why a tile is not tried at a size, on so many multiprocessors if given, or None; ``waits``: programs do, for each other."""
+    """Why a tile is not tried at a size, on so many multiprocessors if given, or None; ``waits``: programs wait for each other."""
     if variant.block_batch > max(SMALLEST, next_power_of_2(size.batch)):
         return f"block_batch={variant.block_batch} would leave half of its rows empty with a batch of {size.batch}"
     if multiprocessors is None:
@@ -372,7 +373,7 @@ def size_rejection(
 
 
 def _turns_rejection(spec: GruSpec, size: GruSize, variant: GruVariant, multiprocessors: int) -> str | None:
-    """More turns than needed leave multiprocessors without a program."""
+    """Why a variant has too many turns, or None: more than needed leave multiprocessors without a program."""
     fewer = max(turns for turns in choices(GruVariant)["turns"] if turns < variant.turns)
     count = programs(spec, size, dataclasses.replace(variant, turns=fewer))
     if count <= multiprocessors:
@@ -480,12 +481,12 @@ def distance(a: GruSpec, b: GruSpec) -> float:
 
 
 def adapt(variant: GruVariant, _spec: GruSpec, _to: GruSpec) -> GruVariant:
-    """A variant that was tuned for one spec, adapted to another: as it is. ``fit`` knows the card, which rules ask for."""
+    """A variant that was tuned for one spec, for another: unchanged. ``fit`` knows the GPU, which the rules depend on."""
     return variant
 
 
 def fit(variant: GruVariant, spec: GruSpec, capability: int) -> GruVariant:
-    """The variant for a spec on another architecture: without inline PTX where that cannot be, in smaller tiles until it fits."""
+    """The variant for a spec on another architecture: no inline PTX where it is impossible, and smaller tiles until it fits."""
     if variant.strategy == "library":
         return variant
     if variant.by_row:
@@ -501,7 +502,7 @@ def fit(variant: GruVariant, spec: GruSpec, capability: int) -> GruVariant:
 
 
 def _smaller(variant: GruVariant) -> GruVariant | None:
-    """With half of the units; of a step a launch, whose programs do not wait for each other, then of the rows. Or None."""
+    """The variant with half of its units; with strategy "steps", whose programs do not wait, then half of its rows. Or None."""
     if variant.block_hidden > SMALLEST:
         return dataclasses.replace(variant, block_hidden=variant.block_hidden // 2)
     if variant.strategy == "steps" and variant.block_batch > SMALLEST:

@@ -13,15 +13,15 @@ from tuned.families.launch import Fill, Launch, Step, check_rows
 
 __all__ = ["PARTS", "RecurrenceGradient", "counters_needed", "kernel_names", "launches"]
 
-PARTS = 4  # gradients of a unit of a token: for each of the gates, and n's twice
+PARTS = 4  # gradients for each unit of a token: of r, of z, and two of n
 
 
 @dataclasses.dataclass(frozen=True)
 class RecurrenceGradient:
     """The tensors of one checked call. D = directions, or layers that are taken at once.
 
-    Dense: a token is [T, B] in any order, D between or beside them too. Packed: one axis of tokens instead. ``gates``, ``hidden``,
-    ``before`` and ``out`` lie alike and without gaps.
+    Dense: the axes T and B may lie in any order in memory, with D between or beside them. Packed: one axis of tokens instead of T and
+    B. ``gates``, ``hidden``, ``before`` and ``out`` have one order of axes, without gaps.
     """
 
     SCRATCH: ClassVar[tuple[str, ...]] = ("grad_h_0", "states", "counters")  # written besides out
@@ -66,7 +66,7 @@ def launches(spec: GruSpec, variant: GruVariant, call: RecurrenceGradient) -> tu
 
 
 def before(variant: GruVariant, call: RecurrenceGradient) -> tuple[Fill, ...]:
-    """What is put into place before programs wait for it."""
+    """The fills that programs need before they wait for each other."""
     if variant.exchange == "counter":
         return (Fill(call.counters, 0),)
     return (Fill(call.out, -1),)  # all bits set: readers poll until a value differs
@@ -103,7 +103,7 @@ def _check(spec: GruSpec, call: RecurrenceGradient) -> None:
 
 
 def _tokens_apart(spec: GruSpec, tensor: Any, parts: int) -> tuple[float, ...]:
-    """The strides of a tensor of so many parts of a unit, but its last one, in tokens; that of an only cell is all tokens."""
+    """The strides of a tensor with so many parts of each unit, but the last, in tokens; a single cell's stride is all tokens."""
     apart = [stride / (parts * spec.hidden) for stride in tensor.stride()[:-1]]
     if len(tensor) == 1:
         apart[0] = float(tensor[0, ..., 0].numel())
@@ -111,16 +111,17 @@ def _tokens_apart(spec: GruSpec, tensor: Any, parts: int) -> tuple[float, ...]:
 
 
 def exchange(spec: GruSpec, variant: GruVariant) -> str:
-    """How programs wait. Packed rows are polled for where others spin.
+    """How programs wait: as the variant says, but for packed rows they poll instead of spinning.
 
-    A thread that spins looks at elements of several rows, and waits for all of them or for none. Packed rows end at different
-    steps, and one that has ended has nothing to wait for: a thread that saw it last took what was not there yet from the others.
+    A thread that spins looks at elements of several rows, and waits for all of them or for none. Packed rows end at different steps,
+    and a row that has ended has nothing to wait for. If such a row was a thread's last one, the thread waited for none of its rows,
+    and took values of the others that were not there yet.
     """
     return "poll" if spec.layout == "packed" and variant.exchange == "spin" else variant.exchange
 
 
 def _past(spec: GruSpec, batch: int, variant: GruVariant) -> str:
-    """As ``past``; but to leave loads out takes longer where there is more than one row."""
+    """As ``past``, but all rows are read if there is more than one: leaving loads out takes longer then."""
     return past(spec, batch, variant) if batch == 1 else repeated(batch, variant)
 
 

@@ -1,4 +1,4 @@
-"""What is asked of a gradient is what is asked of the recurrence: its GruSpec, of one layer, and its GruSize."""
+"""The gradient of a recurrence has the recurrence's GruSpec, of one layer, and its GruSize."""
 
 from tuned.families.gru.spec import GruSize, GruSpec
 

@@ -1,4 +1,4 @@
-"""The ways to run the gradient of a recurrence: those of the recurrence in one launch, with messages of three values a unit."""
+"""The ways to run the gradient of a recurrence: as the recurrence in one launch, with messages of three values a unit."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ __all__ = [
     "sized",
 ]
 
-MAX_MESSAGE = 96  # registers of a thread for a message, and for the operand that it becomes; further variants spill
-MESSAGE_OF_FEW_WARPS = 2**15  # bytes for each tile of rows, up to which four warps wait for it as fast as eight
-TURN_US, MESSAGE_BYTES_PER_US = 2.0, 37e3  # of a turn, and of the message that it reads: docs/decisions/0082
-FAR = 3.0  # octaves: of what is further away a row says nothing
+MAX_MESSAGE = 96  # registers of a thread for a message, and for the operand that it becomes; variants with more spill
+MESSAGE_OF_FEW_WARPS = 2**15  # bytes of a tile's message up to which four warps wait for it as fast as eight
+TURN_US, MESSAGE_BYTES_PER_US = 2.0, 37e3  # the time of a turn beside reading its message: docs/decisions/0082
+FAR = 3.0  # octaves: a row says nothing of calls that are further away
 
 
 def pieces(spec: GruSpec, splits: int) -> tuple[int, int, int]:
@@ -127,8 +127,8 @@ def _tile_rejection(spec: GruSpec, variant: GruVariant, capability: int) -> str 
 def default_variant(spec: GruSpec, size: GruSize | None = None) -> GruVariant:
     """A legal variant for any spec and size.
 
-    What a program waits for and reads at each step is what takes the time: of those that fit the multiprocessors of an H200
-    the one with the fewest rows a program, in the fewest turns, and of these tiles of 16 units and more before smaller ones.
+    Waiting for messages and reading them takes the time of a step. So of the variants that fit the multiprocessors of an H200 it
+    is the one with the fewest rows a program, then the fewest turns; then tiles of 16 units and more come before smaller ones.
     """
     knobs = choices(GruVariant)
     tiles = itertools.product(TILE_BATCHES[:3], (16, 32, 64, 8), knobs["turns"] if size is not None else (1,))
@@ -144,7 +144,7 @@ def default_variant(spec: GruSpec, size: GruSize | None = None) -> GruVariant:
 
 
 def step_us(spec: GruSpec, size: GruSize, variant: GruVariant) -> float:
-    """What a step takes, about: each turn waits for a message, and reads it. Of eight in ten rows of an H100 0.6 to 1.15 of it."""
+    """The estimated time of a step: each turn waits for a message, and reads it. It is 0.6 to 1.15 of eight in ten H100 rows' time."""
     message = min(variant.block_batch, size.batch) * 3 * spec.hidden * spec.item
     return variant.turns * (TURN_US + message / MESSAGE_BYTES_PER_US)
 
@@ -172,7 +172,7 @@ def distance(a: GruSpec, b: GruSpec) -> float:
 
 
 def doubt(row: GruSpec, spec: GruSpec, _size: GruSize, octaves: float) -> str | None:
-    """Why a row's time does not say that a kernel is faster than PyTorch's own at another shape, or None."""
+    """Why a row's time does not say that a kernel is faster than PyTorch's operator at another shape, or None."""
     if (row.item, row.item == 4 and row.precision) != (spec.item, spec.item == 4 and spec.precision):  # noqa: PLR2004 - bytes
         return "products of another precision take another time"
     if octaves > FAR:
@@ -183,7 +183,7 @@ def doubt(row: GruSpec, spec: GruSpec, _size: GruSize, octaves: float) -> str | 
 
 
 def fit(variant: GruVariant, spec: GruSpec, capability: int) -> GruVariant:
-    """The variant for a spec on another architecture: without inline PTX where that cannot be, in smaller tiles until it fits."""
+    """The variant for a spec on another architecture: no inline PTX where it is impossible, and smaller tiles until it fits."""
     if spec.thd:
         variant = dataclasses.replace(variant, exchange="counter")
     lacks = capability < SPIN_CAPABILITY[spec.item] or spec.hidden * spec.item % MAX_LOAD

@@ -33,12 +33,12 @@ MAX_IEEE = 2**15  # products per turn, which without tensor cores are written ou
 # The capability from which warpgroups multiply, and the fewest columns with which they do.
 WARPGROUPS, WARPGROUP_UNITS = 90, 16
 AMD_COLUMNS = 16  # columns of a product of AMD's matrix cores
-CACHED_BYTES = 2**25  # of weights that stay in the L2 from one row to the next: of 55 MB it took twice as long
-# Rows by the weights of a gate, from which the device takes some 90 us, as slow hosts do for PyTorch's own: in float32's own
-# precision by the rows of the H100, and by tensor cores from their peak, which nobody measured.
+CACHED_BYTES = 2**25  # of weights that stay in the L2 from one row to the next: with 55 MB a step took twice as long
+# Rows times the weights of a gate, from which on the device takes some 90 us, as slow hosts do for PyTorch's operator. The first is
+# for float32's own precision, by the rows of the H100; the second for tensor cores, from their peak, which nobody measured.
 DEVICE_PRODUCTS, FAST_PRODUCTS = 2**29, 2**33
-# In float32's own precision, of as many products as a row's or more: with 1.05, 5 of 9 random steps took up to 1.05 of
-# PyTorch's time in a graph. Of less than two thirds as many, kernels led by 1.48 to 6.8.
+# In float32's own precision: the lead that a row must have, for calls of more than SINGLE_LEAST of its products. With 1.05, 5 of 9
+# random steps took up to 1.05 of PyTorch's time in a graph. With less than two thirds of the products, kernels led by 1.48 to 6.8.
 SINGLE_LEAD, SINGLE_LEAST = 1.33, 2 / 3
 GATES_PER_THREAD = 8  # elements, eight float32 values each: two 16-byte loads of each tensor
 
@@ -115,7 +115,7 @@ def stage_bytes(spec: GruCellSpec, variant: GruCellVariant) -> int:
 
 
 def _in_registers(variant: GruCellVariant, capability: int) -> int:
-    """Stages that are not in shared memory: the one being multiplied stays there while the next arrive, unless tensor cores read registers."""
+    """Stages that are not in shared memory: the one being multiplied is not, if the tensor cores read it from registers."""
     return int(variant.form == "split" or capability < PDL_CAPABILITY)  # Hopper's read shared memory
 
 
@@ -271,9 +271,9 @@ def default_variant(spec: GruCellSpec, size: GruCellSize | None = None) -> GruCe
     rows = next_power_of_2(16 if size is None else size.batch)
     row = 512 // ITEM_SIZE[spec.dtype]  # elements of 512 bytes
     short = min(row, next_power_of_2(max(64, spec.hidden, *spec.inputs)))
-    # Triton 3.6 spills 32 to 2,000 bytes of 16 units with 16 or 32 rows; where rows start at any element, and each has a
-    # pointer, of all but the smallest tile; and of products without tensor cores. It also gives the steps of a longer block
-    # of the vector form to different warps. What remains is the library's.
+    # Triton 3.6 spills 32 to 2,000 bytes for tiles of 16 units with 16 or 32 rows; for all but the smallest tile if rows start
+    # at any element, so that each has a pointer; and for products without tensor cores. It also gives the steps of a longer
+    # block of the vector form to different warps. The library serves what remains.
     vector = GruCellVariant("vector", min(rows, 2), 4, row)
     smallest = (
         GruCellVariant("split", 16, 8, 2 * row, k_parts=8, num_stages=2, num_warps=8),
@@ -300,9 +300,10 @@ def default_variant(spec: GruCellSpec, size: GruCellSize | None = None) -> GruCe
 
 
 def spends(spec: GruCellSpec, size: GruCellSize, variant: GruCellVariant) -> str | None:
-    """Why a call takes the host longer with a variant than with PyTorch's own, which launches as much; or None.
+    """Why a call takes the host longer with a variant than with PyTorch's operator, which launches as much; or None.
 
-    Not in place, where PyTorch's own launches a copy more, nor of so many products that the device takes longer than the host.
+    None in place, where PyTorch's operator launches one copy more, and for so many products that the device takes longer than the
+    host.
     """
     own = DEVICE_PRODUCTS if spec.precision == "ieee" else FAST_PRODUCTS
     if variant.form != "library" or spec.inplace or size.batch * spec.weights > own:
@@ -329,7 +330,7 @@ def distance(a: GruCellSpec, b: GruCellSpec) -> float:
 
 
 def doubt(row: GruCellSpec, spec: GruCellSpec, size: GruCellSize, octaves: float) -> str | None:
-    """Why a row's time does not say that a kernel is faster than PyTorch's own at another shape, or None."""
+    """Why a row's time does not say that a kernel is faster than PyTorch's operator at another shape, or None."""
     if spec.inplace:  # in place the library multiplies, as PyTorch does
         return None
     weights = 3 * spec.weights * ITEM_SIZE[spec.dtype]
@@ -339,21 +340,21 @@ def doubt(row: GruCellSpec, spec: GruCellSpec, size: GruCellSize, octaves: float
 
 
 def lead(row: Any, spec: GruCellSpec, size: GruCellSize) -> float | None:
-    """The lead over PyTorch's own that a row must have for each octave to another shape; None: that of every family.
+    """The lead over PyTorch's operator that a row must have for each octave to another shape; None: the usual lead.
 
-    Without tensor cores a kernel's time grows with its products, and that of the library's tiles in steps.
+    Without tensor cores a kernel's time grows with its products, while the time of the library's tiles grows in steps.
     """
     as_many = size.batch * spec.weights > SINGLE_LEAST * row.size.batch * row.spec.weights
     return SINGLE_LEAD if spec.precision == "ieee" and size.batch > VECTOR_ROWS and as_many else None
 
 
 def adapt(variant: GruCellVariant, _spec: GruCellSpec, _to: GruCellSpec) -> GruCellVariant:
-    """A variant that was tuned for one spec, adapted to another: as it is, its tile is one of rows and units."""
+    """A variant that was tuned for one spec, for another: unchanged, since its tile is in rows and units."""
     return variant
 
 
 def fit(variant: GruCellVariant, spec: GruCellSpec, capability: int) -> GruCellVariant:
-    """The variant for another architecture: without what only newer ones have, or only Hopper's compiler can."""
+    """The variant for another architecture: without what only newer ones have, or what Triton compiles for Hopper alone."""
     if capability == 0 and variant.form in ("split", "tile") and variant.block_hidden < AMD_COLUMNS:
         # The same bytes in flight, in iterations of twice the bytes.
         variant = dataclasses.replace(variant, block_hidden=AMD_COLUMNS, num_stages=max(2, variant.num_stages // 2))

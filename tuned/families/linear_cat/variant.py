@@ -15,8 +15,8 @@ from tuned.families.products import ITEM_SIZE, MAX_VECTOR_BLOCKS, VECTOR_REGISTE
 
 # What a tile's size depends on; the other knobs are free at their defaults.
 CORE_KNOBS = ("form", "block_rows", "block_columns", "block_k", "num_stages", "num_warps")
-FEWEST, MOST = 64, 1024  # programs of the tensor cores' form, where another tile has more or fewer
-MIN_IN_FLIGHT = 48 * 1024  # bytes of a program; with fewer the memory is not kept busy
+FEWEST, MOST = 64, 1024  # programs of form "tile", if another tile gives more or fewer
+MIN_IN_FLIGHT = 48 * 1024  # bytes of a program's loads; with fewer the memory is not kept busy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class LinearCatVariant:
 
     @property
     def is_vector(self) -> bool:
-        """Without tensor cores."""
+        """Whether the variant multiplies without tensor cores."""
         return self.form == "vector"
 
     @property
@@ -182,7 +182,7 @@ def default_variant(spec: LinearCatSpec, size: LinearCatSize | None = None) -> L
         fits = all(rejection(spec, size, variant, capability) is None for capability in LEAST_SHARED)
         if fits and (rows <= 4 or not variant.is_vector):  # noqa: PLR2004
             return variant
-    raise ValueError(f"no default serves {spec} with {size}")  # the rules leave one for each: tests go through them
+    raise ValueError(f"no default serves {spec} with {size}")  # never: the rules leave one for each call, as tests show
 
 
 def distance(a: LinearCatSpec, b: LinearCatSpec) -> float:
@@ -198,21 +198,21 @@ def distance(a: LinearCatSpec, b: LinearCatSpec) -> float:
 
 
 def doubt(row: LinearCatSpec, spec: LinearCatSpec, size: LinearCatSize, octaves: float) -> str | None:
-    """Why a row's time does not say that a kernel is faster than PyTorch's own at another shape, or None."""
+    """Why a row's time does not say that a kernel is faster than PyTorch's operator at another shape, or None."""
     if (
         len(spec.inputs) == 1
-    ):  # one segment is a GRU's projection, in a precision that PyTorch's own cannot be asked for
+    ):  # one segment is a GRU's projection, in a precision that PyTorch's operator cannot be asked for
         return None
     return products.doubt(row, spec, size, octaves)
 
 
 def adapt(variant: LinearCatVariant, _spec: LinearCatSpec, _to: LinearCatSpec) -> LinearCatVariant:
-    """A variant that was tuned for one spec, adapted to another: as it is."""
+    """A variant that was tuned for one spec, for another: unchanged."""
     return variant
 
 
 def fit(variant: LinearCatVariant, spec: LinearCatSpec, capability: int) -> LinearCatVariant:
-    """The variant for another architecture: without what only newer ones have, and with as many stages as it has room for."""
+    """The variant for another architecture: without what only newer ones have, and with no more stages than fit."""
     stages = max(2, shared_limit(capability) // stage_bytes(spec, variant))
     if not variant.is_vector and stages < variant.num_stages:
         variant = dataclasses.replace(variant, num_stages=stages)

@@ -13,13 +13,15 @@ from tuned.families.rope.spec import RopeSpec
 
 
 def positions(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(position of each token, int64, [seq] or [batch, seq], of positions with axes of each pair too, last; whether a sequence holds it, bool, [seq], or None if all do).
+    """The position of each token, and whether a sequence holds it; without synchronizing with the GPU.
 
-    It does not synchronize with the GPU.
+    Returns:
+        (positions, inside): int64, [seq] or [batch, seq], with a last axis of pairs if positions have axes; and bool,
+        [seq], or None if sequences hold all tokens.
     """
     given: Any = None if call.positions is None else call.positions.long()
     if spec.positions == "axes":
-        # [seq, pairs] or [batch, seq, pairs]. A list as an index would be copied to the GPU, which no graph may capture.
+        # [seq, pairs] or [batch, seq, pairs]. A list as an index would be copied to the GPU: no CUDA graph captures that.
         places = torch.stack([given[axis] for axis in spec.axis_of_pair], -1)
         return places.transpose(0, 1) if places.ndim > 2 and spec.layout == "sbhd" else places, None  # noqa: PLR2004
     if spec.positions == "ids":
@@ -83,7 +85,7 @@ def angles(spec: RopeSpec, call: RopeCall, rows: torch.Tensor) -> tuple[torch.Te
 def _unknown(
     taken: Sequence[torch.Tensor], shape: Sequence[int], compute: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """NaN at all positions, of tables without a row; whoever needs their gradient gets one without a row."""
+    """NaN at all positions, for tables without rows; differentiable: the gradient of such a table has no rows either."""
     cos, sin = (
         table.to(compute).sum() + torch.full(tuple(shape), torch.nan, dtype=compute, device=table.device)
         for table in taken
@@ -94,7 +96,7 @@ def _unknown(
 def _angles_of_axes(
     spec: RopeSpec, call: RopeCall, rows: torch.Tensor, compute: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``angles`` of rows that each pair has its own of: [*tokens, pairs]."""
+    """``angles`` if each pair has a position of its own: ``rows`` is [*tokens, pairs]."""
     if spec.angle_entries == "feature":
         rows = rows.repeat_interleave(2, -1) if spec.interleaved else torch.cat((rows, rows), -1)
     if spec.angles == "inv_freq":
@@ -117,7 +119,7 @@ def _angles_of_axes(
 
 
 def _in_order(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """As ``angles`` of tokens whose positions follow each other within a table, which is a part of it; None of any other."""
+    """``angles`` of a call whose positions are successive rows of one table, by slicing it; None for any other call."""
     plain = spec.positions == "order" and spec.angles != "inv_freq" and not (spec.packed or spec.context_parallel)
     begin, end = call.offset, call.offset + call.seq
     if not plain or spec.angles_per_batch or begin < 0 or end > call.angle_rows:
@@ -134,7 +136,7 @@ def rotate(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """New tensors with the rotated features of ``call.x`` and of ``call.key``; differentiable in them and in the angles.
 
-    That of the key is rounded to ``key_dtype``, if given, and not to its own.
+    The rotated key is rounded to ``key_dtype``, if given, instead of the key's dtype.
     """
     kind = call.x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
@@ -148,9 +150,9 @@ LARGEST_FLOAT8 = 448.0  # of e4m3
 
 
 def append(spec: RopeSpec, call: RopeCall) -> None:
-    """A call with a cache: overwrite ``call.x``, the key if asked, and the places of the caches, [pages, page_size, heads, head_dim].
+    """Make a call with a cache: overwrite ``call.x``, the key if asked, and the tokens' places in both caches.
 
-    It does not synchronize with the GPU.
+    The caches are [pages, page_size, heads, head_dim]. It does not synchronize with the GPU.
     """
     alone = dataclasses.replace(spec, cache="", cache_layout="NHD", key_inplace=False)
     compute = torch.promote_types(call.x.dtype, torch.float32)
@@ -175,20 +177,22 @@ def as_cached(rows: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None
 
 
 def put(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, inside: torch.Tensor | None = None) -> None:
-    """Write rows to their places in the pages of a cache, as they are; those without a place nowhere."""
+    """Write rows unchanged to their places in the pages of a cache; rows without a place are not written."""
     pages, page_size = cache.shape[:2]
     count = slots.shape[0]
     if not count or not cache.numel():
         return
     kept = (slots >= 0) & (slots < pages * page_size)
     kept = kept if inside is None else kept & inside[:count]
-    # Without asking for values: a token without a place writes what the first token with one does; if none has one, what is there.
+    # No value is read on the host. So a token without a place writes the same as the first token with one; if no token
+    # has a place, all write what is there already.
     first = kept.to(torch.int32).argmax()
     token = torch.where(kept, torch.arange(count, device=slots.device), first)
     some = kept.any()
     place = torch.where(some, slots[token], 0)
     rows = rows.resolve_neg()
-    # PyTorch writes no float8 by an index; vmap and torch.jit.trace know no views as another dtype.
+    # PyTorch cannot write float8 by an index, so bytes are written. Others are not viewed as bytes: vmap and
+    # torch.jit.trace cannot do that.
     if cache.element_size() == 1:
         cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
     index = torch.div(place, page_size, rounding_mode="floor"), place % page_size
@@ -208,7 +212,7 @@ def _rotated(
         cos, sin = cos * call.scaling, sin * call.scaling
     if inside is not None:  # copied tokens have no angle: a NaN here would make even their zero gradients NaN
         cos, sin = (torch.where(inside[:, None], a, still) for a, still in ((cos, 1.0), (sin, 0.0)))
-    # [seq, entries] or [batch, seq, entries] to the axes of x before its last
+    # From [seq, entries] or [batch, seq, entries] to axes that broadcast over x.
     if spec.layout == "thd":
         cos, sin = (a.reshape(call.seq, 1, a.shape[-1]) for a in (cos, sin))
     elif spec.layout == "bshd":
@@ -244,7 +248,7 @@ def _split(
         shared = _turn(whole, total, cos, sin, inside, total)
         return torch.cat((kept, key), -1).contiguous(), shared.to(x.dtype).contiguous()
     wide = key.to(cos.dtype)
-    # Repeated before it is rounded, so that its gradient is summed before that is rounded.
+    # Expanded before it is rounded, so that its gradient is summed over heads before that is rounded.
     shared = _turn(whole, wide, cos, sin, inside, wide).expand(*x.shape[:-1], spec.rotary_dim)
     return torch.cat((kept, shared.to(x.dtype)), -1).contiguous(), rest.clone(memory_format=torch.contiguous_format)
 
@@ -257,7 +261,7 @@ def _normed(
         return x
     compute = torch.promote_types(x.dtype, torch.float32)
     wide = x.to(compute)
-    if inside is not None:  # what no sequence holds may be anything, and its zero gradients would be NaN by a NaN
+    if inside is not None:  # tokens of no sequence may hold anything: zero gradients would become NaN by a NaN
         wide = torch.where(inside[:, None, None], wide, 1.0)
     axes = (-2, -1) if spec.norm == "all" else (-1,)
     wide = wide * torch.rsqrt((wide * wide).mean(axes, keepdim=True) + eps)
@@ -276,10 +280,10 @@ def _turn(  # noqa: PLR0913
     inside: torch.Tensor | None,
     given: torch.Tensor,
 ) -> torch.Tensor:
-    """X with its pairs rotated, in the dtype of ``given``; tokens outside ``inside`` stay what is given."""
+    """X with its pairs rotated, in the dtype of ``given``; tokens outside ``inside`` are copied from ``given``."""
     turned, half = spec.rotary_dim, spec.rotary_dim // 2
     before = spec.head_dim - turned if spec.rotated == "last" else 0
-    # The features in pieces: those kept before, the first and second of each pair, those kept between and after; None for none.
+    # ``kept``: the features kept before the first features of pairs, between first and second, and after; None for none.
     kept: list[torch.Tensor | None]
     if spec.rotated == "proportional":
         between = spec.head_dim // 2 - half
@@ -294,7 +298,7 @@ def _turn(  # noqa: PLR0913
     # Where the first and the second of each pair are.
     neighbours, halves = (slice(0, None, 2), slice(1, None, 2)), (slice(half), slice(half, None))
     one, other = neighbours if spec.interleaved else halves
-    # Whether they are neighbours where they are read, and where they are written; angles have them as the style says.
+    # Whether the features of a pair are neighbours in the input, and in the result. Angles always lie as the style says.
     read, written = spec.interleaved, spec.interleaved
     if spec.deinterleaves:
         read, written = spec.direction == "forward", spec.direction == "backward"
@@ -306,7 +310,7 @@ def _turn(  # noqa: PLR0913
         pair_sin = (-pair_sin[1], -pair_sin[0])
     out_first = (first * pair_cos[0] - second * pair_sin[0]).to(given.dtype)
     out_second = (second * pair_cos[1] + first * pair_sin[1]).to(given.dtype)
-    if spec.deinterleaves and inside is not None:  # pairs that do not rotate are put apart too
+    if spec.deinterleaves and inside is not None:  # tokens that do not rotate are deinterleaved too
         out_first, out_second = (
             torch.where(inside[:, None, None], out, was.to(given.dtype))
             for out, was in ((out_first, first), (out_second, second))
@@ -323,9 +327,9 @@ def _turn(  # noqa: PLR0913
 def angle_gradient(
     spec: RopeSpec, call: RopeCall, grad: torch.Tensor, key_grad: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of x, the key, and ``call.cos`` and ``call.sin``, given those of the results.
+    """The gradients of x, the key, and ``call.cos`` and ``call.sin``, given the gradients of the results.
 
-    ``call`` is the forward's, ``spec`` that of the gradient. None of its operators needs autograd.
+    ``call`` is the forward's call, ``spec`` the gradient's spec. No operator in here needs autograd.
     """
     turned = dataclasses.replace(spec, angle_gradient=False)
     out, key_out = rotate(turned, dataclasses.replace(call, x=grad, key=key_grad))
@@ -333,9 +337,9 @@ def angle_gradient(
     moved = call.x.shape[-2] - spec.copied_heads
     parts = [(call.x[..., :moved, :], grad[..., :moved, :])]
     parts += [] if call.key is None or key_grad is None else [(call.key, key_grad)]
-    sums: list[torch.Tensor] = []  # of the cosines and sines of the first of each pair, then of the second
+    sums: list[torch.Tensor] = []  # gradients of cosines and sines: of each pair's first feature, then of the second
     for x, over in parts:
-        # Where pairs are put apart, they are neighbours in x alone.
+        # If the call deinterleaves, the features of a pair are neighbours in x only.
         first, second = (t.to(compute) for t in _pairs(spec, x, neighbours=spec.interleaved or spec.deinterleaves))
         of_first, of_second = (t.to(compute) for t in _pairs(spec, over, neighbours=spec.interleaved))
         own = of_first * first, -of_first * second, of_second * second, of_second * first
@@ -366,9 +370,9 @@ def angle_gradient(
 
 
 def spread(spec: RopeSpec, call: RopeCall, of_tokens: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradients of ``call.cos`` and ``call.sin`` from those of each token's angles, [batch, seq, entries] each.
+    """The gradients of ``call.cos`` and ``call.sin`` from the gradients of each token's angles, [batch, seq, entries] each.
 
-    In one order: on a GPU too ``index_put_`` sorts what it adds. It does not synchronize with the GPU.
+    The order of additions is fixed: on a GPU too ``index_put_`` sorts what it adds. Nothing synchronizes with the GPU.
     """
     rows, _ = positions(spec, call)
     of_axes = spec.positions == "axes"
@@ -384,7 +388,7 @@ def spread(spec: RopeSpec, call: RopeCall, of_tokens: Any) -> tuple[torch.Tensor
 
 
 def _spread(spec: RopeSpec, call: RopeCall, rows: torch.Tensor, of_tokens: torch.Tensor) -> torch.Tensor:
-    """``spread`` of one tensor, whose batch entries share their positions if it has one entry."""
+    """``spread`` of one tensor; if it has one batch entry, all batch entries share its positions."""
     if spec.takes_rates:
         places = rows.to(of_tokens.dtype) if spec.positions == "axes" else rows.to(of_tokens.dtype)[..., None]
         return (places * of_tokens).sum((0, 1)).view(call.cos.shape).to(call.cos.dtype)
@@ -423,15 +427,15 @@ def _pairs(spec: RopeSpec, x: torch.Tensor, *, neighbours: bool) -> tuple[torch.
 def norm_gradient(
     spec: RopeSpec, call: RopeCall, grad: torch.Tensor, key_grad: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of x, the key, and the weights of their norms, given those of the results.
+    """The gradients of x, the key, and the weights of their norms, given the gradients of the results.
 
-    ``call`` is the forward's, ``spec`` that of the gradient. None of its operators needs autograd: inside of an operator
-    there is none, and a CUDA graph can capture it.
+    ``call`` is the forward's call, ``spec`` the gradient's spec. No operator in here needs autograd, which is off
+    inside an operator of torch.library. A CUDA graph can capture it.
     """
     compute = torch.promote_types(call.x.dtype, torch.float32)
     turned = dataclasses.replace(spec, norm="", zero_centered=False, rounding="once")
     grads = [None if t is None else t.to(compute) for t in (grad, key_grad)]
-    found = rotate(turned, dataclasses.replace(call, x=grads[0], key=grads[1]))  # of what the norm gave
+    found = rotate(turned, dataclasses.replace(call, x=grads[0], key=grads[1]))  # gradients of the norm's results
     _, inside = positions(spec, call)
     axes = (-2, -1) if spec.norm == "all" else (-1,)
     made: list[Any] = []
@@ -441,7 +445,7 @@ def norm_gradient(
             continue
         used = z if inside is None else torch.where(inside[:, None, None], z, 0.0)
         wide = x.to(compute)
-        if inside is not None:  # what no sequence holds may be anything: it adds nothing to the weights' gradients
+        if inside is not None:  # tokens of no sequence may hold anything: they add nothing to the weights' gradients
             wide = torch.where(inside[:, None, None], wide, 1.0)
         reciprocal = torch.rsqrt((wide * wide).mean(axes, keepdim=True) + call.eps)
         n = wide * reciprocal

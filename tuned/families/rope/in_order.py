@@ -1,8 +1,8 @@
 """RoPE in eager PyTorch for tokens in the order of their angles: what calls of the same properties share is decided once.
 
-``eager`` has the formula of every call, and its results are these, bit for bit. A small call on a CPU takes as long as its
-operators and the Python between them. So shapes are made once, both features of all pairs are multiplied at once, and
-results are written where they belong. That is no way to make an autograd graph: no tensor here may need a gradient.
+``eager`` has the formula of every call, and gives the same results, bit for bit. A small call on a CPU takes as long as
+its operators and the Python between them. So shapes are made once, both features of all pairs are multiplied at once,
+and results are written where they belong. Autograd cannot follow that: no tensor here may need a gradient.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 from tuned.families.rope.launches import RopeCall
 from tuned.families.rope.spec import RopeSpec
 
-# (x, key, angles, sin, offset) -> (out, key_out), new tensors; angles and sin as they are given, key and sin maybe None.
+# (x, key, angles, sin, offset) -> (out, key_out), new tensors. The caller's angles and sin; key and sin may be None.
 Rotation = Callable[[Any, Any, Any, Any, int], tuple[torch.Tensor, torch.Tensor | None]]
 AnglesOf = Callable[[torch.Tensor, torch.Tensor | None, int], tuple[torch.Tensor, torch.Tensor]]
-# Elements of a query and its key of 16 bits, up to which copies of them take less than operators for each. Those of 32 bits take
-# less for some strides only.
+# Up to so many elements of a 16-bit query and key, a copy of both to one tensor takes less time than operators for
+# each. With 32 bits it takes less for some strides only.
 JOINED = 2**14
 
 
 def rotation(  # noqa: PLR0913 - a call, and its tensors as they are given
     spec: RopeSpec, call: RopeCall, tensor_format: str, x: torch.Tensor, key: torch.Tensor | None, angles: torch.Tensor
 ) -> Rotation | None:
-    """The rotation of calls with the properties of this one, of x and key as they are given; None if it is not for them.
+    """The rotation of calls with the properties of this one; None if this module does not serve them.
 
-    x of a packed qkv has one axis of heads.
+    ``x`` and ``key`` are the caller's, but a packed qkv must have one axis of heads.
     """
     more = spec.packed or spec.context_parallel or spec.normed or spec.splits or spec.deinterleaves
     if more or spec.positions not in ("order", "shifted"):
@@ -56,7 +56,7 @@ def _joined(spec: RopeSpec, tensor_format: str, x: torch.Tensor, key: torch.Tens
     axis = tensor_format.index("h")
     with torch.autocast(
         x.device.type, enabled=False
-    ):  # in which cat takes no dtype but that of autocast; it has no plan
+    ):  # under autocast, cat takes no dtype but autocast's; calls under autocast have no such plan
         turn = _turn(spec, tensor_format, torch.cat((x, key), axis))
     heads = x.shape[axis], key.shape[axis]
 
@@ -68,16 +68,17 @@ def _joined(spec: RopeSpec, tensor_format: str, x: torch.Tensor, key: torch.Tens
 
 
 def _angles(spec: RopeSpec, call: RopeCall, angles: torch.Tensor) -> AnglesOf:
-    """From the angles as they are given to cosines and sines with the axes of ``_turn``, or the last of these."""
+    """A function from the caller's angles to cosines and sines with the axes of ``_turn``, or the last of these axes."""
     compute = torch.promote_types(call.x.dtype, torch.float32)
     seq, scaled, scaling = call.seq, spec.scaled, call.scaling
     rates, per_batch, complex_ = spec.angles == "inv_freq", spec.angles_per_batch, angles.is_complex()
     rows_axis = 1 if per_batch else 0
-    # Cosines and sines of fewer bits are widened by the products.
+    # Cosines and sines of fewer bits need no cast: the products widen them.
     dtype = call.cos.dtype
     casts = dtype != compute if spec.computes_sincos else torch.promote_types(dtype, compute) != compute
     part = not rates and seq != call.angle_rows
-    # Entries of pairs are shared by both features; a gradient or its conjugate takes each pair's sines the other way round.
+    # Both features of a pair share an entry for the pair. With an entry for each feature, a forward multiplies each
+    # feature by the sine of the other one, so sines are flipped; a gradient does not.
     pairs, each = spec.rotary_dim // 2, 2 if spec.angle_entries == "feature" else 1
     flips, axis = each > 1 and spec.direction == "forward", -1 if spec.interleaved else -3
     interleaved = spec.interleaved
@@ -112,9 +113,10 @@ def _angles(spec: RopeSpec, call: RopeCall, angles: torch.Tensor) -> AnglesOf:
 def _turn(
     spec: RopeSpec, tensor_format: str, x: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """From x, cosines and sines to x with its pairs rotated, by views [batch, heads, 2, seq, pairs], or [..., seq, pairs, 2].
+    """A function from x, cosines and sines to x with its pairs rotated.
 
-    With these axes a table [seq, pairs] needs no view. ``as_strided`` makes each in one operator.
+    It uses views [batch, heads, 2, seq, pairs], or [batch, heads, seq, pairs, 2] if interleaved. With the former a
+    table [seq, pairs] needs no view. ``as_strided`` makes each view in one operator.
     """
     widens = _widens(x)
     axes = [tensor_format.index(name) for name in "bhs"]
@@ -141,7 +143,7 @@ def _turn(
         out = make_out(x)
         rotated, written = (x.narrow(-1, begin, turned), out.narrow(-1, begin, turned)) if begin else (x, out)
         pairs, written = rotated.as_strided(shape, strides), written.as_strided(shape, strides_out)
-        if widens:  # to a copy, which may be overwritten
+        if widens:  # ``pairs`` becomes a copy, which may be overwritten
             pairs = pairs.float()  # which is faster than .to()
             product = pairs * cosines
             by_sines = pairs.mul_(sines)

@@ -22,7 +22,7 @@ from tuned.families.rope.variant import (
     stages,
 )
 
-ALIGNED = 16  # elements: of an integer argument that it divides Triton compiles code which knows it
+ALIGNED = 16  # elements: if it divides an integer argument, Triton compiles code that knows it
 # Parameters of kernels of complete calls only; a plain call's kernel has constants instead.
 OF_COMPLETE = frozenset((
     "key", "key_out", "positions", "offset", "cp_size", "cp_rank", "scaling",
@@ -48,8 +48,8 @@ OF_GIVEN = frozenset((
 OF_GRADIENT_OF_ANGLES = frozenset(("angle_grad",))
 OF_PAIRS, OF_ROWS = frozenset(("PAIR_BLOCK", "TAIL", "TAIL_BLOCK")), frozenset(("ROW", "ROW_BLOCK", "HEAD_STRIDE"))
 OF_SPLIT = frozenset(("key_stride_d", "VALUE", "VALUE_BLOCK"))
-WEIGHTS = "rope_norm_weights"  # the kernel that adds the parts of the weights' gradients
-PARTS_AT_ONCE, COLUMNS_AT_ONCE = 512, 8  # of the parts, by a program of WEIGHTS: a sector of 32 bytes wide
+WEIGHTS = "rope_norm_weights"  # the kernel that adds up the weights' gradients from parts
+PARTS_AT_ONCE, COLUMNS_AT_ONCE = 512, 8  # of the parts, for a program of WEIGHTS; 8 columns are a sector of 32 bytes
 OF_BOUNDS = frozenset(("cu_seqlens", "sequences", "SEARCH_STEPS", "SEARCH_FAN"))
 OF_OUT = frozenset((  # of calls out of place
     "out", "key_out", "out_stride_s", "out_stride_b", "out_stride_h", "out_stride_d",
@@ -70,7 +70,7 @@ class RopeCall:
         "key_weight_grad",
         "partials",
         "angle_grad",
-    )  # written besides ``out``: what checks the inputs leaves them out
+    )  # written besides ``out``: checks of the inputs leave them out
 
     x: Any
     out: Any  # x itself in place
@@ -89,7 +89,7 @@ class RopeCall:
     key_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
     key_out_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
     angle_stride_b: int = 0
-    positions: Any = None  # the offset, starts or ids, as spec.positions says
+    positions: Any = None  # the offset, starts, ids or axes, as spec.positions says
     position_strides: tuple[int, int] = (0, 0)  # seq, batch
     axis_stride: int = 0  # of positions with axes
     offset: int = 0
@@ -100,11 +100,11 @@ class RopeCall:
     weight: Any = None
     key_weight: Any = None
     eps: float = 0.0
-    # Of a cache. Where value is None, all of it lies in x: see ``_cache_in``.
+    # Of a cache. If value is None, the key, the value and both caches are parts of x: see ``_cache_in``.
     value: Any = None
     key_cache: Any = None
     value_cache: Any = None
-    slots: Any = None  # [slot_count], int32 or int64: which place of the pages in a row each token has; negative: none
+    slots: Any = None  # [slot_count], int32 or int64: each token's place, page * page_size + slot; negative: none
     key_scale: Any = None  # float32, or None for none
     value_scale: Any = None
     slot_count: int = 0  # tokens past it have no slot
@@ -115,8 +115,8 @@ class RopeCall:
     key_cache_strides: tuple[int, int, int, int] = (0, 0, 0, 0)  # page, slot, head, feature
     value_cache_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
     scale_strides: tuple[int, int] = (0, 0)  # of key_scale and of value_scale: 0 if all heads share one
-    # Of the gradient of a norm or of angles: what the forward read. Of that of a norm: the gradients of the weights;
-    # ``parts(spec, ...)`` numbers of float32.
+    # Of the gradient of a norm or of angles: the forward's x and key. Of the gradient of a norm also: the weights'
+    # gradients, and ``partials``, which has ``parts(spec, ...)`` numbers of float32.
     given: Any = None
     key_given: Any = None
     given_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -124,7 +124,7 @@ class RopeCall:
     weight_grad: Any = None
     key_weight_grad: Any = None
     partials: Any = None
-    angle_grad: Any = None  # those of each token's angles, float32: ``token_angles(spec, ...)`` is its shape
+    angle_grad: Any = None  # the gradients of each token's angles, float32, of shape ``token_angles(spec, ...)``
 
 
 def kernel_name(spec: RopeSpec, variant: RopeVariant) -> str:
@@ -153,7 +153,7 @@ def kernel_names(spec: RopeSpec, variant: RopeVariant) -> tuple[str, ...]:
 def _key_in(tensor: Any, spec: RopeSpec, call: RopeCall) -> Any:
     """The key inside x: after the query's heads of each token or, if x is [rows, head_dim], after all of the query.
 
-    Of MLA, in one dimension: k_pe after kv, the value after the key, and so with their gradients.
+    MLA's tensors are flat: k_pe follows kv, and the value follows the key. Their gradients lie in the same way.
     """
     if spec.splits:
         return tensor[call.batch * call.seq * spec.heads * spec.split_dims[tensor is call.out] :]
@@ -167,7 +167,7 @@ def flat_rows(spec: RopeSpec, call: RopeCall) -> int:
 
 
 def _cache_in(spec: RopeSpec, call: RopeCall) -> RopeCall:
-    """The call with its parts of a flat x: rows of the query, the key and the value of each token, then both caches."""
+    """The call with views of a flat x: each token's rows of the query, the key and the value, then both caches."""
     key_at, value_at = spec.heads * spec.head_dim, (spec.heads + spec.key_heads) * spec.head_dim
     caches = call.x[flat_rows(spec, call) :].chunk(2)
     if spec.cache == "float8":
@@ -202,31 +202,31 @@ def weight_features(spec: RopeSpec) -> tuple[int, int]:
 
 
 def parts(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
-    """Numbers of ``RopeCall.partials``: a row for each program of the gradient of a norm."""
+    """How many numbers ``RopeCall.partials`` has: a row for each program of the gradient of a norm."""
     return programs(spec, variant, seq, batch) * sum(weight_features(spec))
 
 
 def token_angles(spec: RopeSpec, seq: int, batch: int) -> tuple[int, int, int, int]:
-    """The shape of ``RopeCall.angle_grad``: one tensor of radians, or cosines and sines; then tokens, entries."""
+    """The shape of ``RopeCall.angle_grad``: 1 for radians or 2 for cosines and sines; then batch, seq, entries."""
     entries = spec.rotary_dim // 2 * (2 if spec.angle_entries == "feature" else 1)
     return 1 if spec.computes_sincos else 2, batch, seq, entries
 
 
 class _Key(NamedTuple):
-    """What a launch gets in the place of a key: the call's own, a part of x, or x itself where there is none."""
+    """What a launch gets as its key: the call's key, a part of x, or x itself if there is no key."""
 
     tensor: Any
     out: Any
     strides: tuple[int, int, int, int]
     out_strides: tuple[int, int, int, int]
-    given: Any  # of the forward, for its gradient
+    given: Any  # the forward's key, for a gradient
     given_strides: tuple[int, int, int, int]
 
 
 def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Launch, ...]:
     """The launch of the call: exactly one; two for the gradient of a norm.
 
-    For a tensor that it does not read, it gets another tensor's address.
+    For a tensor that a kernel does not read, it gets another tensor's address.
     """
     if spec.appends and call.value is None:
         call = _cache_in(spec, call)
@@ -240,7 +240,7 @@ def launches(spec: RopeSpec, variant: RopeVariant, call: RopeCall) -> tuple[Laun
         programs=count,
         arguments=tuple(value for name, value in _arguments(spec, call, key).items() if name not in left_out),
         constants={n: value for n, value in _constants(spec, variant, call, strides).items() if n not in left_out},
-        # Dependent launch only if it is on: backends other than CUDA do not know the option.
+        # The option is passed only if it is on: backends other than CUDA do not know it.
         options={"num_warps": variant.num_warps, "num_stages": 1, **({"launch_pdl": True} if variant.pdl else {})},
     )
     return (one, _weights_launch(spec, variant, call, count)) if spec.gradient_of_norm else (one,)
@@ -261,7 +261,7 @@ def _key(spec: RopeSpec, call: RopeCall) -> _Key:
 
 
 def _arguments(spec: RopeSpec, call: RopeCall, key: _Key) -> dict[str, Any]:
-    """Every parameter that some kernel has and that is no constant, in the order of kernels."""
+    """Every parameter that some kernel has and that is not a constant, in the order of the kernels' signatures."""
     return {
         "x": call.x,
         "out": call.out,
@@ -323,7 +323,7 @@ def _arguments(spec: RopeSpec, call: RopeCall, key: _Key) -> dict[str, Any]:
 def _constants(
     spec: RopeSpec, variant: RopeVariant, call: RopeCall, strides: list[tuple[int, int, int, int]]
 ) -> dict[str, Any]:
-    """Every constant that some kernel has; ``strides`` are those of all tensors of rows."""
+    """Every constant that some kernel has; ``strides``: of all tensors that have rows."""
     tail = spec.head_dim - spec.rotary_dim if spec.copies_tail else 0
     load_evict, store_cache, angle_evict = CACHE[variant.cache]
     return {
@@ -346,7 +346,7 @@ def _constants(
         "MULTIPLE": _multiple_of_rows(spec, variant, call, *strides),
         "ANGLE_MULTIPLE": _multiple_of_angles(spec, call),
         "SEARCH_STEPS": search_steps(call.sequences),
-        # A place at least for each thread: of fewer, Triton lets every thread load all of them.
+        # At least one place for each thread: with fewer, Triton lets every thread load all of them.
         "SEARCH_FAN": max(SEARCH_FAN, 32 * variant.num_warps // variant.block_tokens),
         "KEY_HEADS": spec.key_heads,
         "COPIED_HEADS": spec.copied_heads,
@@ -380,7 +380,7 @@ def _constants(
 
 
 def _weights_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall, count: int) -> Launch:
-    """What adds the parts of the weights' gradients that ``count`` programs stored."""
+    """The launch that adds up the parts of the weights' gradients, which ``count`` programs stored."""
     width, key_width = weight_features(spec)
     key_weight_grad = call.weight_grad if call.key_weight_grad is None else call.key_weight_grad
     return Launch(
@@ -399,7 +399,7 @@ def _weights_launch(spec: RopeSpec, variant: RopeVariant, call: RopeCall, count:
 
 
 def _sections(spec: RopeSpec) -> dict[str, Any]:
-    """Where the pairs of each axis but the first begin, or end if they are in turn; a number that no pair has for no such axis."""
+    """Where the pairs of axes 1 to 3 begin, or end if sections are interleaved; an axis that is missing gets no pair."""
     if spec.sections_interleaved:
         ends = [3 * spec.sections[1], 3 * spec.sections[2], 0]
     else:
@@ -410,27 +410,28 @@ def _sections(spec: RopeSpec) -> dict[str, Any]:
 
 
 def side_by_side(spec: RopeSpec, *tensors: tuple[int, int, int, int]) -> bool:
-    """Whether each row begins where the one before ends, of all tensors: heads, and where they are one axis batch entries."""
+    """Whether in all tensors each row begins where the last one ends: heads, and batch entries if ``merges_batch``."""
     wide = spec.heads * spec.head_dim
     return all(steps[2] == spec.head_dim and (not spec.merges_batch or steps[1] == wide) for steps in tensors)
 
 
 def _multiple_of_rows(spec: RopeSpec, variant: RopeVariant, call: RopeCall, *tensors: tuple[int, int, int, int]) -> int:
-    """How many elements, up to those of 16 bytes, divide all strides of rows; 1 if 16 do, which Triton sees itself.
+    """How many elements, up to 16 bytes of them, divide all strides of rows; 1 if 16 divide them, which Triton sees itself.
 
-    An axis of one has any stride, which nothing is multiplied by.
+    An axis of length 1 does not count: nothing is multiplied by its stride.
     """
     longer = call.seq > 1, call.batch > 1, spec.heads > 1 or spec.key_heads > 1
     common = math.gcd(*(step for steps in tensors for step, counts in zip(steps, longer, strict=False) if counts))
     common = common or spec.head_dim
     if common % ALIGNED == 0:
         return 1
-    apart = 0 if spec.interleaved or variant.whole_rows else spec.pair_distance  # both of a pair are loaded alike
+    # Both features of a pair are loaded alike.
+    apart = 0 if spec.interleaved or variant.whole_rows else spec.pair_distance
     return math.gcd(common, apart, VECTOR_BYTES // ITEM_SIZE[spec.dtype])
 
 
 def _multiple_of_cache(spec: RopeSpec, call: RopeCall) -> int:
-    """The same of the strides of both caches."""
+    """``_multiple_of_rows`` for the strides of both caches."""
     longer = call.pages > 1, call.page_size > 1, spec.key_heads > 1
     tensors = call.key_cache_strides, call.value_cache_strides
     shared = math.gcd(*(step for steps in tensors for step, counts in zip(steps, longer, strict=False) if counts))
@@ -443,7 +444,7 @@ def _multiple_of_cache(spec: RopeSpec, call: RopeCall) -> int:
 
 
 def _multiple_of_angles(spec: RopeSpec, call: RopeCall) -> int:
-    """The same of a table's rows; those of a pair's two entries, if they differ, are half a row apart."""
+    """``_multiple_of_rows`` for a table of angles; the two entries of a pair, if they differ, are half a row apart."""
     strides = [call.angle_strides[0]] if call.angle_rows > 1 else []
     strides += [call.angle_stride_b] if spec.angles_per_batch and call.batch > 1 else []
     common = math.gcd(spec.rotary_dim // 2, *strides)
@@ -451,10 +452,10 @@ def _multiple_of_angles(spec: RopeSpec, call: RopeCall) -> int:
 
 
 def _strides(tensor: str, strides: tuple[int, int, int, int]) -> dict[str, int]:
-    """Those of tokens, batch entries and heads; that of features is one for a tensor and its key."""
+    """The strides of tokens, batch entries and heads. The stride of features is another parameter."""
     return dict(zip((f"{tensor}_stride_s", f"{tensor}_stride_b", f"{tensor}_stride_h"), strides[:3], strict=True))
 
 
 def _cache_strides(tensor: str, strides: tuple[int, int, int, int]) -> dict[str, int]:
-    """Those of the pages, slots and heads of a cache; that of features is one for both caches."""
+    """The strides of the pages, slots and heads of a cache. Both caches share one stride of features."""
     return dict(zip((f"{tensor}_page_stride", f"{tensor}_slot_stride", f"{tensor}_head_stride"), strides, strict=False))

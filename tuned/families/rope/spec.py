@@ -54,33 +54,35 @@ class RopeSpec:
     angle_entries: str = "pair"  # width rotary_dim / 2; or "feature": width rotary_dim, entries of a pair may differ
     inplace: bool = False
     direction: str = "forward"  # or "backward": the transpose of the forward map, applied to grad_output
-    key_heads: int = 0  # of a second tensor with the same tokens, rotated in the same launch
-    copied_heads: int = 0  # the last of ``heads``, out of place: copied, as v is in a packed qkv
+    key_heads: int = 0  # heads of a second tensor with the same tokens, the key; it rotates in the same launch
+    copied_heads: int = 0  # out of place: how many of the last ``heads`` are copied, as v is in a packed qkv
     # A token's position. "order": its index in the sequence; "shifted": plus an int; "offset": plus a number on the
-    # device; "starts": plus one number per sequence on the device. "ids": one number per token on the device; "axes": one per
-    # token and axis, of which each pair takes its own: see ``axis_of_pair``.
+    # device; "starts": plus one number per sequence on the device. "ids": one number per token on the device; "axes":
+    # one number per token and axis, and each pair uses the numbers of one axis: see ``axis_of_pair``.
     positions: str = "order"
-    context_parallel: bool = False  # tokens are two of the 2 cp_size chunks of each sequence
+    context_parallel: bool = False  # x has two of the 2 * cp_size chunks of each sequence
     rotated: str = "first"  # which features: the "first" rotary_dim, the "last"; "proportional": see ``pair_distance``
     conjugate: bool = False  # rotate by the negative angle
     scaled: bool = False  # cosine and sine are multiplied by attention_scaling
     angles_per_batch: bool = False  # each batch entry has its own table
     norm: str = ""  # RMSNorm before the rotation, with a weight: of each "head", or of "all" heads of a tensor together
     zero_centered: bool = False  # features are multiplied by 1 + the norm's weight
-    # Where a forward rounds besides at the store: "product": what the norm gives; "each": also before the weight.
+    # Where a forward rounds, besides at the store. "product": the norm's result; "each": also before the norm's weight.
     rounding: str = "once"
-    sections: tuple[int, ...] = ()  # positions "axes": how many pairs take their angle from each
-    sections_interleaved: bool = False  # in turn, as Qwen3-VL has them, and not in a row
-    # Style half, of features that come as pairs (2 j, 2 j + 1): the transpose gives them back so.
+    sections: tuple[int, ...] = ()  # positions "axes": how many pairs take their angle from each axis
+    sections_interleaved: bool = False  # axes take turns over the pairs, as in Qwen3-VL; else their pairs are in a row
+    # The input has pairs (2 j, 2 j + 1), the result has style half. The transpose writes pairs (2 j, 2 j + 1) again.
     deinterleaves: bool = False
-    # MLA: features of each head's value. x is kv, [.., heads, head_dim - rotary_dim + value_dim], and one key head of rotary_dim,
-    # rotated, stands behind what kv has of every head's key. The transpose takes the gradients of the key and of the value.
+    # MLA: features of each head's value; 0 in other calls. x is kv, [.., heads, head_dim - rotary_dim + value_dim]. All
+    # heads share one key head of rotary_dim features: it is rotated, and appended to the key features that kv has of
+    # each head. The transpose takes the gradients of the key and of the value.
     value_dim: int = 0
-    # The rotated key, and a value as it is, go to pages of a cache: of the "same" dtype, or "float8" (e4m3). In place is the query.
+    # The rotated key and the unchanged value are written to pages of a cache, of the "same" dtype or "float8" (e4m3).
+    # ``inplace`` then refers to the query.
     cache: str = ""
     cache_layout: str = "NHD"  # pages of [page_size, heads, head_dim]; or "HND": [heads, page_size, head_dim]
     key_inplace: bool = False  # beside a cache, the key is overwritten too
-    angle_gradient: bool = False  # backward: the gradient of the angles too, for which the forward's input is read
+    angle_gradient: bool = False  # backward: give the gradient of the angles too, which reads the forward's input
 
     def __post_init__(self) -> None:
         if type(self.sections) is not tuple:  # JSON has lists
@@ -172,7 +174,10 @@ class RopeSpec:
 
     @property
     def axis_of_pair(self) -> tuple[int, ...]:
-        """Which axis of the positions each pair takes its angle from; in turn: 0 1 2 0 1 2 ..., then 0 where an axis has enough."""
+        """The axis of the positions that each pair takes its angle from.
+
+        Interleaved: 0 1 2 0 1 2 ...; once axis 1 or 2 has all its pairs, axis 0 takes its turns.
+        """
         if self.sections_interleaved:
             ends = [3 * n for n in self.sections]
             return tuple(j % 3 if j % 3 and j < ends[j % 3] else 0 for j in range(self.rotary_dim // 2))
@@ -180,7 +185,7 @@ class RopeSpec:
 
     @property
     def plain(self) -> bool:
-        """One tensor, positions in order, a table, the first features: its kernel has no parameters for more."""
+        """One tensor, positions in order, a table, the first features rotate. Its kernel has no parameters for more."""
         return self.angles != "inv_freq" and not self.deinterleaves and not self.angle_gradient and (
             self.key_heads, self.copied_heads, self.positions, self.context_parallel, self.rotated, self.conjugate,
             self.scaled, self.angles_per_batch, self.norm,
@@ -193,12 +198,12 @@ class RopeSpec:
 
     @property
     def all_heads(self) -> int:
-        """Rows of one token: heads of x and of the key; then, beside a cache, as many of the value."""
+        """Rows of one token: the heads of x, then of the key, then, with a cache, of the value."""
         return self.heads + (2 if self.appends else 1) * self.key_heads
 
     @property
     def token_rows(self) -> str:
-        """``all_heads`` in the kernel's words."""
+        """``all_heads`` as an expression of the kernel's constants."""
         return "HEADS + 2 * KEY_HEADS" if self.appends else "HEADS + KEY_HEADS"
 
     @property
@@ -208,7 +213,7 @@ class RopeSpec:
 
     @property
     def moved_pairs(self) -> int:
-        """Pairs per head that a program reads and writes: those that rotate; if proportional, all that ``moves_all``."""
+        """Pairs per head that a program reads and writes: those that rotate; all if proportional and ``moves_all``."""
         return self.head_dim // 2 if self.rotated == "proportional" and self.moves_all else self.rotary_dim // 2
 
     @property
@@ -218,7 +223,7 @@ class RopeSpec:
 
     @property
     def leaves_outside(self) -> bool:
-        """Tokens that no sequence holds are not written; else they are copied, their pairs apart if it ``deinterleaves``."""
+        """Tokens that no sequence holds are not written. Else they are copied, deinterleaved if it ``deinterleaves``."""
         return self.inplace and not self.deinterleaves
 
     @property
@@ -233,27 +238,27 @@ class RopeSpec:
 
     @property
     def absent(self) -> float | None:
-        """What a tile loads where it has no rows or features: a norm sums over them, others write nothing there."""
+        """The value of a tile where it has no rows or features: 0.0 for a norm, which sums over them; else any value."""
         return 0.0 if self.normed else None
 
     @property
     def norms_before_cache(self) -> bool:
-        """Of what goes to a cache, the key alone is normalised."""
+        """A norm with a cache: the key is normalised before it is written, the value is not."""
         return self.normed and self.appends
 
     @property
     def tail_dtype(self) -> str:
-        """Of normalised features that do not rotate, in the kernel's words: before a cache, which rounds once, float32."""
+        """The dtype, in the kernel's source, of normalised features that do not rotate: float32 if a cache rounds them."""
         return "tl.float32" if self.appends else "first.dtype"
 
     @property
     def gradient_of_norm(self) -> bool:
-        """The gradient of a norm with a rotation: it reads what the forward read, and gives those of weights too."""
+        """The gradient of a norm with a rotation: it reads the forward's input, and gives the weights' gradients too."""
         return self.normed and self.direction == "backward"
 
     @property
     def reads_given(self) -> bool:
-        """The gradient of a norm, or one of the angles: both read what the forward read."""
+        """The gradient of a norm, or one of the angles: both read the forward's input."""
         return self.gradient_of_norm or self.angle_gradient
 
     @property
@@ -263,34 +268,34 @@ class RopeSpec:
 
     @property
     def sums_heads(self) -> bool:
-        """The transpose of that: the gradient of the key head that all heads share is a sum over them."""
+        """The transpose of ``splits``: the gradient of the key head that all heads share is a sum over the heads."""
         return self.splits and self.direction == "backward"
 
     @property
     def takes_all_heads(self) -> bool:
-        """A program has all heads of its tokens, and sums over them: of the gradient of such a key head, or of the angles."""
+        """A program has all heads of its tokens and sums over them: for gradients of MLA's shared key head or of angles."""
         return self.sums_heads or self.angle_gradient
 
     @property
     def kept_dim(self) -> int:
-        """Features of a head that do not rotate: in MLA those of the key that kv has."""
+        """Features of a head that do not rotate; in MLA these are the key's features in kv."""
         return self.head_dim - self.rotary_dim
 
     @property
     def split_dims(self) -> tuple[int, int]:
-        """Features of a head of x, and of a head of the first result: kv and key, or the other way round."""
+        """Features of a head of x, and of a head of the first result: (kv, key); backward (key, kv)."""
         dims = self.kept_dim + self.value_dim, self.head_dim
         return dims if self.direction == "forward" else (dims[1], dims[0])
 
     def split_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Those of both results of MLA, given that of x."""
+        """The shapes of both results of MLA, given the shape of x."""
         if self.sums_heads:
             return (*shape[:-1], self.split_dims[1]), (*shape[:-2], 1, self.rotary_dim)
         return (*shape[:-1], self.head_dim), (*shape[:-1], self.value_dim)
 
     @property
     def norm_rows(self) -> int:
-        """Rows of a token that a tile must hold, to a power of two: all of them if they are normalised together, else 1."""
+        """Rows of a token that a tile must hold: all, up to a power of two, if they are normalised together; else 1."""
         return 1 << (self.all_heads - 1).bit_length() if self.norm == "all" else 1
 
     @property
@@ -300,7 +305,7 @@ class RopeSpec:
 
     @property
     def takes_bounds(self) -> bool:
-        """The kernel has a parameter for cu_seqlens: those of packed calls and of complete ones."""
+        """The kernel has a parameter for cu_seqlens, as kernels of packed calls and of complete calls do."""
         return self.packed or not self.plain
 
     @property
@@ -310,7 +315,7 @@ class RopeSpec:
 
     @property
     def takes_negative_positions(self) -> bool:
-        """A position may be negative, before the first row of a table: an offset, starts or ids of the caller."""
+        """A position may be negative, before the first row of a table: the caller's offset, starts or ids."""
         return not self.plain and not self.takes_rates
 
     @property

@@ -12,16 +12,16 @@ from tuned.families.choices import one_of
 from tuned.families.launch import ceil_div, next_power_of_2
 from tuned.families.rope.spec import COMPLETE, ITEM_SIZE, RopeSize, RopeSpec
 
-# 64 float32 values and their angles, a quarter of a thread's 255 registers and more. Larger tiles were not measured.
+# 64 float32 values and their angles: more than a quarter of a thread's 255 registers. Larger tiles were not measured.
 MAX_PAIRS_PER_THREAD = 32
-MIN_PAIRS_PER_THREAD = 2  # as many 16-bit features as a load of 4 bytes; with one pair none was near the best
+MIN_PAIRS_PER_THREAD = 2  # as many 16-bit features as a load of 4 bytes; tiles with one pair were never near the best
 ADAPTED_HEADS = 8  # 2 x 16 on 4 warps was 80 percent slower than 4 x 8 with the same pairs (head_dim 64, H200)
-# The knobs that decide a tile's size. The other knobs exclude nothing at their defaults: if a rule excludes these there,
-# it excludes them with any others.
+# The knobs that decide a tile's size. At their defaults the other knobs exclude nothing: a tile that a rule excludes
+# with them at their defaults is excluded with any of their values.
 CORE_KNOBS = ("block_tokens", "block_heads", "num_warps")
 # Cache hints for L2, since each byte of x is used once: (loads' eviction policy, stores' cache modifier, angles' policy).
-# Kernels of plain calls give no hint for angles. Those of complete calls do with "stream": that saved up to 3 percent in
-# calls that read more of a table than the L2 holds. With the other two it cost up to a tenth.
+# Kernels of plain calls give no hint for angles. Kernels of complete calls do with "stream": that saved up to 3 percent
+# in calls that read more of a table than the L2 holds. With the other two choices such a hint cost up to a tenth.
 CACHE = {"stream": ("evict_first", ".cs", "evict_first"), "stream_stores": ("", ".cs", ""), "keep": ("", "", "")}
 VECTOR_BYTES = 16  # of the widest load of a thread
 BLOCK_TOKENS = (1, 2, 4, 8)
@@ -29,28 +29,31 @@ BLOCK_HEADS = (1, 2, 4, 8, 16)
 NUM_WARPS = (1, 2, 4, 8)
 RESIDENT = (0, 8, 12, 16)  # warps
 LEAST_RESIDENT = 8
-FEW_WARPS = 4  # of a program that normalises all heads of a token: of eight, fewer wait for each other
-MULTIPROCESSORS = 132  # of an H100 or H200: others get the same programs, in other waves
-STAGES = 3  # tiles that such a program has at a time
-STAGED_BYTES = 90 * 1024  # of shared memory that they wait in at most: sm_86 has 99 KB
+FEW_WARPS = 4  # of a program that normalises all heads of a token: fewer wait for each other than with eight
+MULTIPROCESSORS = 132  # of an H100 or H200; other GPUs get as many programs, in another number of waves
+STAGES = 3  # tiles that a program has at a time if it takes tile after tile
+STAGED_BYTES = 90 * 1024  # of shared memory, at most, for tiles that wait: sm_86 has 99 KB
 # What follows is from landscapes of an H200: docs/decisions/0052.
-# Of rows that are tried whole; how many heads, and how much to move, calls have that take less by it: docs/decisions/0083.
+# Tiles of whole rows are tried for rows of up to NARROW_BYTES. They are the default where they took less: from
+# MANY_HEADS heads and LARGE_US of memory time on (docs/decisions/0083).
 NARROW_BYTES, MANY_HEADS, LARGE_US = 128, 8, 1.5
-REACH = 1.5  # octaves: of calls further away than that, a row knows less than the default variant
-# What a thread of a good tile holds of x, in octaves of bytes: by bytes of an element; less where two bytes are all that a load takes,
-# since each load has an address of its own; and at least, where a small call must be spread over ``SPREAD`` threads, four warps a
-# multiprocessor.
+REACH = 1.5  # octaves: for a call further away than that, the default variant is a better guess than a row
+# How much of x a thread of a good tile holds, as log2 of bytes. HELD: by bytes of an element. LESS_HELD: subtracted
+# where a load takes only two bytes, since each load has an address of its own. LEAST_HELD: the least when a small call
+# is spread over SPREAD threads, four warps a multiprocessor.
 HELD = {2: 6.0, 4: 6.5}
 LESS_HELD = 0.5
 LEAST_HELD = 3.5
 SPREAD = 2**14
-FEW_PROGRAMS, DEPENDENT_BYTES = 1024, 8192  # what a program moves whose launch need not be fast
-# Microseconds from one program's start to the next, of a launch and of a dependent one; what a dependent one saves; and what a call takes
-# at least, and a byte more on an H200. From tiles of 58 calls on an H100, each timed both ways: docs/decisions/0074.
+# FEW_PROGRAMS: up to so many, packed calls stream. DEPENDENT_BYTES: a program that moves so many need not start fast.
+FEW_PROGRAMS, DEPENDENT_BYTES = 1024, 8192
+# In microseconds: from one program's start to the next, in an ordinary and in a dependent launch; what a dependent
+# launch saves; and what a call takes at least. BYTES_PER_US: of an H200. From tiles of 58 calls on an H100, each timed
+# both ways: docs/decisions/0074.
 STARTED_US, DEPENDENT_STARTED_US, WAITED_US = 0.65e-3, 1.25e-3, 0.8
-LEAST_US, BYTES_PER_US, LEAST_ROW_BYTES = 1.0, 4e6, 64  # what memory gives at a time
+LEAST_US, BYTES_PER_US, LEAST_ROW_BYTES = 1.0, 4e6, 64  # LEAST_ROW_BYTES: what memory gives at a time
 FEWEST_ROWS, MOST_ROWS = 2**10, 2**20
-MANY = 64  # positions or batch entries from which on an empty part of the last tile counts for nothing
+MANY = 64  # from so many positions or batch entries on, the empty part of the last tile does not count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +75,18 @@ class RopeVariant:
     # Programmatic dependent launch (sm_90+): programs start while the previous kernel drains, and wait before they read.
     pdl: bool = one_of(False, True, default=False)  # noqa: FBT003 - the choices of a flag
     num_warps: int = one_of(*NUM_WARPS, default=4)
-    # Of a norm: 0, a program has one tile; or how many warps a multiprocessor has of programs that take tile after tile, the
-    # next on their way to shared memory while one is at work. A norm's gradient always does, with LEAST_RESIDENT at 0.
+    # For a norm only. 0: a program has one tile. Else programs take tile after tile, and the next tiles are loaded to
+    # shared memory while one is at work; the number is how many warps of such programs a multiprocessor has. A norm's
+    # gradient always takes tile after tile: there 0 means LEAST_RESIDENT.
     resident: int = one_of(*RESIDENT, default=0, older=True)
-    # The one text axis. Of style half: a tile has the features of a row in order, and loads the other of each pair beside it.
-    # Else a tile has first features and second ones, and where these are not aligned each store writes parts of sectors.
+    # The one text axis, for style half. True: a tile has the features of a row in order, and loads the other feature of
+    # each pair too. False: a tile has the first and the second features of pairs; where these are not aligned, stores
+    # write parts of sectors.
     whole_rows: bool = one_of(False, True, default=False, older=True)  # noqa: FBT003 - the choices of a flag
 
     @property
     def row_tiles(self) -> str:
-        """Tiles of a token's rows, in the kernel's words: whole ones hold rows of one tensor, others of both."""
+        """The tiles of a token's rows, as kernel source. A tile of whole rows has rows of one tensor, others of both."""
         parts = ("HEADS", "KEY_HEADS") if self.whole_rows else ("rows_of_token",)
         return " + ".join(f"({rows} + BLOCK_HEADS - 1) // BLOCK_HEADS" for rows in parts)
 
@@ -101,7 +106,7 @@ class RopeVariant:
 
 
 def rows_at_once(spec: RopeSpec, variant: RopeVariant) -> int:
-    """Rows of one position in a tile: all of them, padded, where they are normalised together."""
+    """Rows of one position in a tile: ``block_heads``; or all rows, padded, if they are normalised together."""
     return spec.norm_rows if spec.norm == "all" else variant.block_heads
 
 
@@ -111,10 +116,7 @@ def half_block(spec: RopeSpec) -> int:
 
 
 def row_block(spec: RopeSpec) -> int:
-    """Half of the features of a row that a tile holds, as it is padded: the pairs, and the tail that is copied beside them.
-
-    In MLA the value too.
-    """
+    """Half of the padded features of a row that a tile holds: the pairs, the tail that is copied, and in MLA the value."""
     tail = spec.head_dim - spec.rotary_dim if spec.copies_tail else 0
     value = (next_power_of_2(spec.value_dim) + 1) // 2 if spec.splits else 0
     return half_block(spec) + (next_power_of_2(tail) + 1) // 2 + value if tail else half_block(spec)
@@ -126,21 +128,22 @@ def row_features(spec: RopeSpec) -> int:
 
 
 def half_row(spec: RopeSpec, whole_rows: bool) -> int:  # noqa: FBT001 - the knob
-    """``row_block`` of a tile, of whole rows or of pairs."""
+    """Half of the padded features of a row in a tile of whole rows; of pairs, ``row_block``."""
     return next_power_of_2(row_features(spec)) // 2 if whole_rows else row_block(spec)
 
 
 def has_whole_rows(spec: RopeSpec) -> bool:
-    """Whether there is a kernel with tiles of whole rows: of style half, of a rotation alone, of features in a row."""
+    """Whether a kernel with tiles of whole rows exists: for a rotation alone, of style half, of features in a row."""
     more = spec.normed or spec.appends or spec.splits or spec.deinterleaves or spec.angle_gradient
     return not (more or spec.interleaved or (spec.inplace and spec.rotated == "proportional"))
 
 
 def takes_whole_rows(spec: RopeSpec, size: RopeSize | None = None) -> bool:
-    """Whether the default is a tile of whole rows, at a size or at any that is large enough: where they are tried, of enough heads.
+    """Whether the default is a tile of whole rows at this size; without a size, at any that is large enough.
 
-    A half is parts of two sectors or three, and its store writes all of them. Small calls wait for loads, of which whole rows
-    have more: docs/decisions/0083.
+    It is where such tiles are tried and a token has enough heads. In tiles of pairs, a half is parts of two sectors or
+    three, and its store writes all of them. Small calls wait for loads, and whole rows have more loads:
+    docs/decisions/0083.
     """
     if spec.all_heads < MANY_HEADS or _rows_rejection(spec, RopeVariant(whole_rows=True)):
         return False
@@ -148,9 +151,9 @@ def takes_whole_rows(spec: RopeSpec, size: RopeSize | None = None) -> bool:
 
 
 def vector_bytes(spec: RopeSpec) -> int:
-    """What one load of a thread can take at most of contiguous rows, of both features of pairs alike."""
+    """Bytes that one load of a thread takes at most from contiguous rows; both features of a pair are loaded alike."""
     item = ITEM_SIZE[spec.dtype]
-    if spec.splits:  # what is copied is most of it
+    if spec.splits:  # most of a row is copied
         return item * math.gcd(spec.kept_dim, spec.value_dim, spec.head_dim, VECTOR_BYTES // item)
     return item * math.gcd(spec.head_dim, 0 if spec.interleaved else spec.pair_distance, VECTOR_BYTES // item)
 
@@ -168,7 +171,7 @@ def rejection(
     its lanes empty or is larger than was tried.
     """
     del multiprocessors  # programs of a rotation do not wait for each other
-    # Rows that lie at one position: heads, in sbhd those of every batch entry.
+    # Rows of one position: the heads; if the batch is merged, those of every batch entry.
     rows = spec.all_heads if not spec.merges_batch else None if size is None else spec.heads * size.batch
     positions = None if size is None else size.tokens if spec.layout == "thd" else size.seq
     at_once = rows_at_once(spec, variant)
@@ -228,7 +231,7 @@ def _resident_rejection(spec: RopeSpec, positions: int | None, variant: RopeVari
 
 
 def stages(spec: RopeSpec, variant: RopeVariant) -> int:
-    """Tiles that a program has at a time, under way or at work."""
+    """Tiles that a program has at a time: one at work, the others being loaded."""
     if not (variant.resident or spec.gradient_of_norm):
         return 1
     if spec.packed and spec.copies_tail:  # Triton 3.6 cannot compile some of these: its layouts come out of step
@@ -240,13 +243,14 @@ def stages(spec: RopeSpec, variant: RopeVariant) -> int:
 
 def _tile_rejection(spec: RopeSpec, variant: RopeVariant, rows: int) -> str | None:
     """Why a tile of so many rows is not tried with the variant's warps, or None."""
-    # Of MLA all features count: the pairs are the fewest.
+    # In MLA all features count, since pairs are the smallest part of a row.
     of_row = half_row(spec, variant.whole_rows)
     pairs, threads = rows * (of_row if spec.splits or variant.whole_rows else half_block(spec)), 32 * variant.num_warps
-    # A gradient holds two inputs and a sum. Of heads that are normalised together, one token is tried whatever its size.
+    # A gradient that reads the forward's input holds two inputs and a sum.
     most = MAX_PAIRS_PER_THREAD // (2 if spec.reads_given else 1)
     if spec.angle_gradient and spec.angle_entries == "feature":  # four sums: with 16 pairs a thread most tiles spill
         most //= 2
+    # If all heads are normalised together, a tile of one token is tried whatever its size.
     if spec.norm == "all" and variant.block_tokens == 1 and variant.num_warps == max(NUM_WARPS):
         return None
     if pairs > most * threads:
@@ -275,7 +279,7 @@ def size_class(spec: RopeSpec, size: RopeSize) -> tuple[int, int]:
 
 
 def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant:
-    """The variant of a call that no row is near: of the legal tiles the one that costs least by a rule of thumb.
+    """The variant of a call that has no row nearby: the legal tile that costs least by a rule of thumb, ``_cost``.
 
     The rule was fitted to 169 landscapes of H200s and 58 of H100s: docs/decisions/0052 and 0074.
     """
@@ -285,18 +289,19 @@ def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant
     each = 2 * half_row(spec, whole) * ITEM_SIZE[spec.dtype]
     narrow = not whole and vector_bytes(spec) == 2  # noqa: PLR2004 - bytes
     held = HELD[ITEM_SIZE[spec.dtype]] - (LESS_HELD if narrow else 0.0)
-    if spec.gradient_of_norm and spec.interleaved:  # whose pairs are split in registers: Triton 3.6 spills larger tiles
+    if spec.gradient_of_norm and spec.interleaved:  # its pairs are split in registers: Triton 3.6 spills larger tiles
         held -= 1.0
     if spec.angle_gradient:  # two inputs and two sums
         held -= 1.0
     if size is not None:
         held = min(held, max(LEAST_HELD, math.log2(max(1, spec.all_heads * size.tokens * each) / SPREAD)))
     capped = RopeSize(min(batch, MANY) if spec.merges_batch else 1, max(1, min(positions, MANY)))
-    # In quarters of octaves, so that few are told apart: of fewer rows no start is waited for, of more each takes its share.
+    # Below FEWEST_ROWS programs do not wait to start; above MOST_ROWS the share of starts in the time is constant.
+    # ``rows`` and ``held`` are rounded to quarters of octaves, so that few cases are told apart.
     rows = FEWEST_ROWS if size is None else max(FEWEST_ROWS, min(spec.all_heads * size.tokens, MOST_ROWS))
     variant = _default(spec, capped, round(4 * held) / 4, round(4 * math.log2(rows)) / 4, whole)
     entries = 1 if spec.layout == "thd" else batch
-    if size is None or spec.reads_given:  # without a size: what compiles for every card
+    if size is None or spec.reads_given:  # without a size: a variant that compiles for every GPU
         return variant
     if spec.norm == "all":
         return _of_all_heads(spec, variant, positions)
@@ -306,20 +311,20 @@ def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant
 
 
 def _starts_dependently(spec: RopeSpec, size: RopeSize, count: int) -> bool:
-    """Whether so many programs take less in a dependent launch, which starts them one by one half as fast, but need not wait."""
+    """Whether ``count`` programs take less in a dependent launch: it starts them half as fast, but saves WAITED_US."""
     moved_us = _moved_us(spec, spec.all_heads * size.tokens)
     return max(DEPENDENT_STARTED_US * count, moved_us) < WAITED_US + max(STARTED_US * count, moved_us)
 
 
 def _moved_us(spec: RopeSpec, rows: float) -> float:
-    """What the memory takes for so many rows, about: what a launch is held against that starts many programs."""
+    """About the microseconds that memory takes for so many rows. The time to start many programs is compared with it."""
     features = spec.rotary_dim if spec.inplace else spec.head_dim
     each = max(features * ITEM_SIZE[spec.dtype], LEAST_ROW_BYTES)
     return LEAST_US + 2 * rows * each / BYTES_PER_US
 
 
 def _of_all_heads(spec: RopeSpec, variant: RopeVariant, positions: int) -> RopeVariant:
-    """The default of heads that are normalised together: tile after tile, by programs of few warps where these hold a token."""
+    """The default if all heads are normalised together: tile after tile, by few warps a program if these hold a token."""
     few = dataclasses.replace(variant, block_tokens=1, num_warps=FEW_WARPS)
     fewer = few if _tile_rejection(spec, few, rows_at_once(spec, few)) is None else variant
     looped = dataclasses.replace(fewer, cache="stream", resident=LEAST_RESIDENT)
@@ -327,14 +332,17 @@ def _of_all_heads(spec: RopeSpec, variant: RopeVariant, positions: int) -> RopeV
 
 
 def _row_tiles(spec: RopeSpec, variant: RopeVariant, rows: int) -> int:
-    """Tiles of so many rows at one position: whole ones hold rows of one tensor."""
+    """Tiles of so many rows at one position. A tile of whole rows has rows of one tensor, x or the key."""
     if variant.whole_rows:
         return ceil_div(rows - spec.key_heads, variant.block_heads) + ceil_div(spec.key_heads, variant.block_heads)
     return ceil_div(rows, rows_at_once(spec, variant))
 
 
 def programs(spec: RopeSpec, variant: RopeVariant, seq: int, batch: int) -> int:
-    """Size of the grid; a packed call has one batch entry. Of tile after tile, those of the same rows are so many each."""
+    """Size of the grid; a packed call has one batch entry.
+
+    Programs that take tile after tile: at most as many as MULTIPROCESSORS hold, divided evenly among the tiles of rows.
+    """
     if spec.takes_all_heads:
         return ceil_div(seq, variant.block_tokens) * batch
     rows = spec.all_heads * (batch if spec.merges_batch else 1)
@@ -361,10 +369,10 @@ def _default(spec: RopeSpec, size: RopeSize, held: float, rows: float, whole: bo
 
 
 def _cost(spec: RopeSpec, size: RopeSize, variant: RopeVariant, held: float, rows_of_all: float) -> float:
-    """How much a tile is thought to miss the best, in octaves.
+    """An estimate of how far a tile's time is from the best one's, in octaves.
 
-    ``held``: octaves of the bytes that a thread should hold. ``rows_of_all``: those of the rows of all tokens; ``size`` has a few of them.
-    Every weight was fitted to landscapes: docs/decisions/0052 and 0074.
+    ``held``: log2 of the bytes that a thread should hold. ``rows_of_all``: log2 of the rows of all tokens; ``size`` is
+    capped. Every weight was fitted to landscapes: docs/decisions/0052 and 0074.
     """
     tokens, warps, item = variant.block_tokens, variant.num_warps, ITEM_SIZE[spec.dtype]
     rows = spec.heads * size.batch if spec.merges_batch else spec.all_heads
@@ -376,39 +384,42 @@ def _cost(spec: RopeSpec, size: RopeSize, variant: RopeVariant, held: float, row
     vector = item * math.gcd(spec.head_dim, VECTOR_BYTES // item) if whole_rows else vector_bytes(spec)
     at_once = padded * item / (32 * warps)
     at_once *= 2 * of_row if whole_rows else (2 if spec.interleaved else 1) * half_block(spec)
-    # Bytes of a token, or what a sine costs.
+    # Bytes of a token's angles, or what their sines cost.
     angles = (16 if spec.computes_sincos else 8) * (2 * of_row if whole_rows else half_block(spec))
     empty = _row_tiles(spec, variant, rows) * together / rows
     empty *= ceil_div(size.seq, tokens) * tokens / size.seq
-    # Aligned rows, enough of them for all multiprocessors: what moves more at a time can be launched dependently.
+    # Rows are aligned and enough for all multiprocessors: from DEPENDENT_BYTES on a dependent launch is possible.
     whole = vector_bytes(spec) == VECTOR_BYTES and held >= HELD[item]
     all_rows = 2.0**rows_of_all
     started = STARTED_US * all_rows * empty / padded / _moved_us(spec, all_rows)
     return (
         (0.8 * too_much if too_much > 0 else -1.3 * too_much)
-        + 0.6 * max(0.0, math.log2(vector / at_once))  # narrower loads than could be
+        + 0.6 * max(0.0, math.log2(vector / at_once))  # loads are narrower than they could be
         + 2 * math.log2(empty)
         + 0.3 * math.log2(1 + angles / (2 * item * heads * of_row))  # all heads share the angles of a token
-        # Parts of many rows by one warp.
+        # In place, one warp moves parts of many rows.
         + (2 * max(0.0, math.log2(padded / warps / 16)) if spec.inplace and not whole_rows else 0.0)
-        + 0.25 * max(0.0, math.log2(started))  # programs that wait for those before them to start
+        + 0.25 * max(0.0, math.log2(started))  # programs wait for earlier ones to start
         + (0.7 if whole and 4 * padded * of_row * item < DEPENDENT_BYTES else 0.0)
         + 0.4 * math.log2(tokens)
         + 0.05 * math.log2(max(BLOCK_HEADS) / heads)
         + (
             0.0 if spec.angle_gradient else 0.2 * math.log2(warps)
-        )  # which takes the fewer turns the more heads it has at a time
+        )  # a gradient of angles takes fewer turns the more heads it has at a time
     )
 
 
 def distance(a: RopeSpec, b: RopeSpec) -> float:
     """The distance between two specs for the choice of a variant, in octaves.
 
-    Octaves of heads (of both tensors), of padded half rows and of bytes per feature count 1 each. So does each difference
-    in the kernel's text: layout, style, kind of angles, in place, tail, plain or complete; a norm counts 2, since no row of
-    another says how a tile does that has sums of rows; so do MLA's kv, its transpose, a cache, and gradients of the angles. The layout counts 1 for complete
-    calls too, whose text it does not change. Octaves of what one load can take count a half. So do direction, entries of the
-    angles and the other fields of complete calls, since they change little of what is moved. The two dtypes count a tenth.
+    * 1: each octave of heads (of both tensors), of padded half rows and of bytes per feature. Also each difference in
+      the kernel's text: layout, style, kind of angles, in place, tail, plain or complete. The layout counts for
+      complete calls too, although it does not change their text.
+    * 2: a norm, since a row without one does not tell how a tile with a sum over each row does. Also MLA's kv, its
+      transpose, a cache, and gradients of the angles.
+    * A half: each octave of what one load can take. Also direction, entries of the angles and the other fields of
+      complete calls, since they change little of what is moved.
+    * A tenth: each of the two dtypes.
     """
     octaves = abs(math.log2(a.all_heads / b.all_heads)) + abs(math.log2(half_block(a) / half_block(b)))
     octaves += abs(math.log2(ITEM_SIZE[a.dtype] / ITEM_SIZE[b.dtype]))
@@ -423,7 +434,7 @@ def distance(a: RopeSpec, b: RopeSpec) -> float:
         for n in ("dtype", "angle_dtype", "zero_centered", "rounding", "sections", "cache_layout", "key_inplace")
     )
     octaves += 2 * (a.norm != b.norm) + 2 * ((a.splits, a.sums_heads) != (b.splits, b.sums_heads))
-    octaves += 2 * (takes_whole_rows(a) != takes_whole_rows(b))  # in whose tiles other things count
+    octaves += 2 * (takes_whole_rows(a) != takes_whole_rows(b))  # other things count in tiles of whole rows
     octaves += 2 * (a.appends != b.appends) + (a.cache != b.cache) + 2 * (a.angle_gradient != b.angle_gradient)
     if a.splits and b.splits:
         octaves += abs(math.log2(row_block(a) / row_block(b)))
@@ -431,17 +442,17 @@ def distance(a: RopeSpec, b: RopeSpec) -> float:
 
 
 def adapt(variant: RopeVariant, spec: RopeSpec, to: RopeSpec) -> RopeVariant:
-    """A variant that was tuned for ``spec``, adapted to ``to``: with about as many features per program, the tail's too.
+    """A variant that was tuned for ``spec``, adapted to ``to``: about as many features per program, copied ones included.
 
-    Narrower rows take more heads up to ADAPTED_HEADS, then more tokens; wider ones fewer tokens, then fewer heads. Of fewer heads
-    than a tile holds it takes these, and more tokens.
+    Narrower rows get more heads, up to ADAPTED_HEADS, then more tokens. Wider rows get fewer tokens, then fewer heads.
+    If ``to`` has fewer heads than a tile holds, the tile gets fewer heads and more tokens.
     """
     tokens, heads = variant.block_tokens, variant.block_heads
     if not to.normed:
         variant = dataclasses.replace(variant, resident=0)
     if variant.whole_rows and _rows_rejection(to, variant):
         variant = dataclasses.replace(variant, whole_rows=False)
-    if to.norm == "all":  # whose tile has all heads
+    if to.norm == "all":  # a tile has all heads
         return dataclasses.replace(variant, block_heads=ADAPTED_HEADS)
     while not to.merges_batch and heads >= 2 * to.all_heads:
         tokens, heads = min(2 * tokens, max(BLOCK_TOKENS)), heads // 2
@@ -456,5 +467,5 @@ def adapt(variant: RopeVariant, spec: RopeSpec, to: RopeSpec) -> RopeVariant:
 
 
 def fit(variant: RopeVariant, _spec: RopeSpec, capability: int) -> RopeVariant:
-    """The variant for another architecture: without what only newer ones have."""
+    """The variant for another architecture: without dependent launch if that is older than PDL_CAPABILITY."""
     return variant if capability >= PDL_CAPABILITY else dataclasses.replace(variant, pdl=False)
