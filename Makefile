@@ -3,23 +3,23 @@ VENV ?= .venv
 PYTHON ?= python3
 GPU_PROCESSES ?= 14
 BIN = $(VENV)/bin
-# uv, which takes a third of the time, or pip where uv cannot. INSTALL="-m pip install" is pip from the start.
+# Installs with uv, which takes a third of the time, or with pip if uv cannot. INSTALL="-m pip install" uses only pip.
 INSTALL ?= .ci/install.py
 
-# The older pair of torch and Triton, which the committed rows were measured with, in an environment of its own.
+# The older pair of torch and Triton, which the committed rows were measured with, in a separate environment.
 STACK ?= .venv-triton36
 STACK_TORCH = 2.11.0
 STACK_TRITON = 3.6.0
-# The newest Triton, in a folder of its own, beside the torch that is developed with: of torch 2.15, which it pairs with, there
-# is no CPU build, and the other comes with gigabytes for GPUs.
+# The newest Triton, in a separate folder, used with the torch of development: torch 2.15, which it pairs with, has no CPU
+# build, and its other build comes with gigabytes for GPUs.
 NEWEST_TRITON = 3.9.0
 NEWEST = .cache/triton-$(NEWEST_TRITON)
 # The launcher, lookups, and a few kernels of each kind.
 NEWEST_KERNELS = gru_cell_split or linear_cat_vector or dense_layer_split or bshd_copy_half or append_half_cos_sin
 NEWEST_HERE = test_launcher.py or test_lookup.py or test_quick.py or test_64_rows or (without_a_spill and ($(NEWEST_KERNELS)) and not rope_norm)
 NEWEST_TESTS = tests/kernels/test_compile.py tests/kernels/test_quick.py tests/tuned/lookup/test_lookup.py tests/tuned/launching/test_launcher.py
-# What says something about such a pair: compiled for the GPU of the rows, rendered, looked up. What is compiled for others,
-# and that no two kernels are alike, is looked at with the pair that is developed with.
+# The tests that depend on such a pair: compiling for the GPU of the rows, rendering, lookups. Compiling for other GPUs, and that
+# no two kernels are alike, is tested with the pair of development.
 STACK_HERE = not every_other_architecture and not card_that_is_not_at_hand and not compile_to_the_same_code
 STACK_TESTS = tests/kernels/test_compile.py tests/kernels/test_gru_compile.py tests/kernels/test_quick.py \
 	tests/tuned/lookup/test_foreign_gpus.py tests/tuned/families/test_gru_variant.py \
@@ -30,7 +30,7 @@ STACK_TESTS = tests/kernels/test_compile.py tests/kernels/test_gru_compile.py te
 	tests/tuned/calls/test_gru_ops.py tests/tuned/calls/test_gru_transforms.py \
 	tests/tuned/launching/test_launcher.py
 
-# Tests start many processes, each of which would compile again what it imports.
+# Tests start many processes: without bytecode files, each would compile its imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
 help:  ## every command, and what it does

@@ -1,4 +1,4 @@
-"""What a wheel has that pyproject.toml cannot say: the generator and the templates, as tuned._generator (docs/decisions/0043)."""
+"""What pyproject.toml cannot say of a wheel: it has generator and templates, as tuned._generator (docs/decisions/0043)."""
 
 from setuptools import find_packages, setup
 

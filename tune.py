@@ -5,6 +5,6 @@ import sys
 if __name__ == "__main__":
     try:
         from generator.command_line import program
-    except KeyboardInterrupt:  # before there is anything to interrupt
+    except KeyboardInterrupt:  # during the imports: nothing has begun yet
         sys.exit(130)
     program()

@@ -1,6 +1,7 @@
-"""Compile what random calls will launch before any of them is measured: nothing compiles beside a measurement, and more are measured.
+"""Compile the kernels of random calls before any is measured: nothing compiles beside a measurement, and more are measured.
 
-Each process makes a few of the calls on the same GPU, once as a call and once in a CUDA graph. What they compile is in Triton's cache then.
+Each process makes a few of the calls on the same GPU, once as a call and once in a CUDA graph. The kernels are then in
+Triton's cache.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ MOST_PROCESSES = 12  # each holds a CUDA context and the tensors of a call
 
 
 def processes_here() -> int:
-    """How many processes this machine has cores for, beside the one that measures."""
+    """How many processes this machine has cores for, besides the process that measures."""
     return max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)) - 1))
 
 
 def compile_ahead(shapes: Sequence[Any], serve: Callable[[Any], Any], processes: int, seconds: float) -> str:
-    """Call ``serve``, a function of a module, on each shape in other processes. After so many seconds none is begun.
+    """Call ``serve``, a function of a module, on each shape in other processes. No shape is begun after ``seconds``.
 
     Returns:
-        How many shapes were served in how long, and the first complaint: what fails here fails again where it is measured.
+        How many shapes were served in how long, and the first error: a shape that fails here fails again when measured.
     """
     begun, done, complaint = time.monotonic(), 0, ""
-    # They are forked from a server that has imported what all need, and no CUDA context, with which none can be forked.
+    # They are forked from a server that has imported their modules, and no CUDA context, with which it could not fork.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tuned.nn", "triton"])
     pool = concurrent.futures.ProcessPoolExecutor(processes, context, initializer=_leave_ctrl_c)
@@ -55,5 +56,5 @@ def _served(serve: Callable[[Any], Any], shape: Any) -> None:
 
 
 def _leave_ctrl_c() -> None:
-    """Ctrl-C is the parent's: it waits for the calls that are under way."""
+    """Leave Ctrl-C to the parent, which waits for the calls under way."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,10 +1,10 @@
 """RoPE that writes the cache, against bars and peers: python -m benchmarks.append [--out FILE] [--dry].
 
-Prefill of 4,096 to 32,768 tokens beside a copy of the bytes that must move: the query read and written, key and value read, both
-caches written. Decode beside our rotation and then vLLM's or FlashInfer's append, as far as they are installed, and beside what
-PyTorch makes of it, as it is and compiled. The host's time of a call beside that of ``rope_qk`` in place. Nothing is timed that was
-not held against float64 just before. ``--dry`` runs all of it, tiny, on a CPU, without a clock. The exit code is 1 where something
-cannot be measured; a bar that is missed is told in the table.
+Prefill of 4,096 to 32,768 tokens is timed beside a copy of the bytes that must move: query read and written, key and
+value read, both caches written. Decode is timed beside our rotation followed by vLLM's or FlashInfer's append, if they
+are installed, and beside PyTorch's operators, eager and compiled. The host's time of a call is measured beside that of
+``rope_qk`` in place. Each result is compared with float64 just before it is timed. ``--dry`` runs everything, tiny, on
+a CPU, without a clock. The exit code is 1 where something cannot be measured; the table tells which bars are missed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What is asked of one layer: 32 + 8 heads of 128, bfloat16."""
+    """The heads and the cache of one layer: 32 + 8 heads of 128, bfloat16."""
 
     name: str
     float8: bool = False
@@ -41,7 +41,7 @@ class Kind:
     dim: int = 128
 
     def elements(self, tokens: int) -> int:
-        """What a copy reads and writes that moves as many bytes, in elements of 2 bytes."""
+        """Elements of 2 bytes that a copy reads and writes if it moves as many bytes as the call."""
         q, k = (count * self.dim for count in (self.heads, self.key_heads))
         return tokens * (2 * q + 2 * k + 2 * k // (2 if self.float8 else 1)) // 2
 
@@ -50,14 +50,14 @@ KINDS = (Kind("NHD"), Kind("HND", layout="HND"), Kind("float8", float8=True))
 PREFILLS, DECODES = (4096, 8192, 16384, 32768), (1, 16, 64, 512)
 BARS = {"prefill": 1.08, "decode": 0.80, "host": 1.2}
 PACKAGES = {"vllm": "vllm", "flashinfer": "flashinfer-python"}
-ERROR = 2.0  # of the largest value times the epsilon of what it is stored in
+ERROR = 2.0  # times the largest value times the epsilon of the dtype that it is stored in
 
 
 @dataclasses.dataclass
 class Step:
     """The tensors of one set."""
 
-    q: torch.Tensor  # [tokens, heads, dim], as k and v a view of one qkv
+    q: torch.Tensor  # [tokens, heads, dim]; q, k and v are views of one qkv
     k: torch.Tensor
     v: torch.Tensor
     table: torch.Tensor  # [rows, dim], cosines, then sines
@@ -68,7 +68,7 @@ class Step:
 
 
 def make(kind: Kind, tokens: int, device: str) -> Step:
-    """A set of its own: tokens anywhere in the pages if they are few, in a row within pages if many."""
+    """A fresh set: few tokens have random slots, many have consecutive slots within pages."""
     qkv = torch.randn(tokens, kind.heads + 2 * kind.key_heads, kind.dim, device=device).bfloat16()
     q, k, v = qkv.split((kind.heads, kind.key_heads, kind.key_heads), 1)
     rates = 5e5 ** -(torch.arange(kind.dim // 2, device=device) / (kind.dim // 2))
@@ -87,7 +87,7 @@ def make(kind: Kind, tokens: int, device: str) -> Step:
 
 
 def ours(kind: Kind, t: Step) -> Any:
-    """One call."""
+    """One call of this project."""
     named: dict[str, Any] = {"key_scale": t.scales[0], "value_scale": t.scales[1]} if kind.float8 else {}
     return rope_append_(
         t.q, t.k, t.v, *t.caches, t.slots, cos_sin_cache=t.table, positions=t.ids, cache_layout=kind.layout, **named
@@ -95,12 +95,12 @@ def ours(kind: Kind, t: Step) -> Any:
 
 
 def rotation(t: Step) -> Any:
-    """Ours without the cache."""
+    """This project's rotation without the cache."""
     return rope_qk(t.q, t.k, cos_sin_cache=t.table, positions=t.ids, tensor_format="thd", inplace=True)
 
 
 def own(kind: Kind, t: Step) -> None:
-    """By PyTorch's operators, as models write it: the rotation in float32, and a scatter of both by slot."""
+    """The call by PyTorch's operators, as models write it: a rotation in float32, and a scatter of key and value by slot."""
     cos, sin = t.table[t.ids][:, None].chunk(2, -1)
     for x in (t.q, t.k):
         a, b = x.float().chunk(2, -1)
@@ -113,10 +113,10 @@ def own(kind: Kind, t: Step) -> None:
 
 
 def check(kind: Kind, t: Step, launch: Launch) -> None:
-    """Hold what a launch leaves against float64: the query, and the rows of both caches.
+    """Compare the results of a launch with float64: the query, and the rows of both caches.
 
     Raises:
-        WrongResultError: it is further off than roundings make it.
+        WrongResultError: the error is larger than roundings make it.
     """
     at = looked_at(len(t.q), t.q.device)
     cos, sin = t.table[t.ids[at]].double()[:, None].chunk(2, -1)
@@ -143,7 +143,7 @@ def check(kind: Kind, t: Step, launch: Launch) -> None:
 
 
 def vllm(kind: Kind, t: Step) -> Launch:
-    """Our rotation, then the kernel of vLLM."""
+    """Our rotation, then vLLM's kernel."""
     run = importlib.import_module("vllm._custom_ops").reshape_and_cache_flash
     caches = [c if kind.layout == "NHD" else c.transpose(1, 2) for c in t.caches]
     caches = [c.view(torch.uint8) for c in caches] if kind.float8 else caches
@@ -156,7 +156,7 @@ def vllm(kind: Kind, t: Step) -> Launch:
 
 
 def flashinfer(kind: Kind, t: Step) -> Launch:
-    """Our rotation, then the kernel of FlashInfer, to a sequence whose pages are all of the cache's."""
+    """Our rotation, then FlashInfer's kernel, for one sequence that has all pages of the cache."""
     if kind.float8:
         raise NotImplementedError("it casts nothing")
     run = importlib.import_module("flashinfer.page").append_paged_kv_cache
@@ -183,7 +183,7 @@ PEERS: dict[str, Callable[[Kind, Step], Launch]] = {"rotation, vLLM": vllm, "rot
 
 
 def row_of(bench: Bench, kind: Kind, tokens: int, word: str) -> dict[str, Any]:
-    """One length of one kind, beside the floor, and in decode beside peers."""
+    """One length of one kind, beside the floor and the peers; in decode also beside PyTorch, eager and compiled."""
     touched = 4 * kind.elements(tokens)
     row: dict[str, Any] = {"kind": word, "model": kind.name, "tokens": tokens}
 
@@ -208,7 +208,7 @@ def row_of(bench: Bench, kind: Kind, tokens: int, word: str) -> dict[str, Any]:
 
 
 def host_row(bench: Bench) -> dict[str, Any]:
-    """The host's time of a call of known shape, with the cache and without."""
+    """The host's time of a repeated call (its plan is cached), with the cache and without."""
     t = make(KINDS[0], 1, bench.device)
     calls = {"ours": functools.partial(ours, KINDS[0], t), "our rotation": functools.partial(rotation, t)}
     with torch.no_grad():
@@ -221,7 +221,7 @@ KNOWN = {"kind", "model", "tokens", "refusals", "ours", "floor", "our rotation"}
 
 
 def ratios(row: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """What is asked of a row: each ratio, and its bar."""
+    """Each ratio of a row that has a bar -> (ratio, bar)."""
     kind, peers = row["kind"], {n: us for n, us in row.items() if n not in KNOWN}
     if kind == "prefill":
         return {"floor": (row["ours"] / row["floor"], BARS[kind])}

@@ -1,4 +1,4 @@
-"""The bars that the committed results answer to: which rows, which ratio, how small it must be."""
+"""The bars that judge the committed results: which rows, which ratio, how small it must be."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Bar:
     ratio: str  # the key of the row
     limit: float | None  # None: there is a moonshot only
     moonshot: float | None
-    row_bar: str | tuple[str, ...] | None  # rows that say so, or one of these; None: every row of the suite
+    row_bar: str | tuple[str, ...] | None  # judges rows with this bar, or one of these; None: all rows of the suite
     suite: str = "rope"
-    sign: str = "<="  # of OPERATORS: between the figure and its goal
+    sign: str = "<="  # of OPERATORS, between the figure and its goal
 
     def applies(self, row: dict[str, Any]) -> bool:
         """Whether the row is judged by this bar."""
@@ -100,14 +100,14 @@ CALL_BARS = (
     Bar("host, in place, microseconds", "ours", 6.0, 4.5, "in place", HOST),
     Bar("host, query and key in place, microseconds", "ours", 7.5, 5.5, "query and key in place", HOST),
     Bar("host, with autograd, microseconds", "ours", 20.0, 12.0, "with autograd", HOST),
-    # The same where hosts are slower or faster than the one that the microseconds were set on: there torch.add took 5.0.
+    # The same for hosts slower or faster than the host that the microseconds were set on, where torch.add took 5.0.
     Bar("host, out of place / torch.add", "ours_over_add", 1.4, 1.1, "out of place", HOST),
     Bar("host, in place / torch.add", "ours_over_add", 1.2, 0.9, "in place", HOST),
     Bar("host, query and key in place / torch.add", "ours_over_add", 1.5, 1.1, "query and key in place", HOST),
     Bar("host, with autograd / torch.add", "ours_over_add", 4.0, 2.4, "with autograd", HOST),
 )
 BELOW_US = 10.0
-CALL_MEANS = {  # which complete calls, by ours in microseconds: the geometric mean of best peer / ours, and its moonshot
+CALL_MEANS = {  # complete calls -> our microseconds are below this; least geometric mean of best peer / ours; its moonshot
     f"under {BELOW_US:.0f} us": (BELOW_US, 1.25, 1.5),
     "of any size": (math.inf, 1.15, 1.3),
 }
@@ -115,7 +115,7 @@ GEOMETRIC_MEAN_MOONSHOT = 0.80  # of ours / best peer, over the rows with all re
 
 
 def geometric_mean(values: Sequence[float]) -> tuple[float, int] | None:
-    """The geometric mean of ratios and their number, or None of none."""
+    """The geometric mean of ratios and their number, or None without ratios."""
     return (statistics.geometric_mean(values), len(values)) if values else None
 
 
@@ -126,7 +126,7 @@ def best_peer_mean(rows: Sequence[dict[str, Any]]) -> tuple[float, int] | None:
 
 
 def call_mean(rows: Sequence[dict[str, Any]], below_us: float) -> tuple[float, int] | None:
-    """The geometric mean of best peer / ours over the complete calls that take less on the device, and their number."""
+    """The geometric mean of best peer / ours over the complete calls that take less than ``below_us``, and their number."""
     complete = (row for row in rows if row["suite"] in COMPLETE and row["kind"] == "device" and row["ours"] < below_us)
     return geometric_mean([1 / row["ours_over_best_peer"] for row in complete if row["best_peer"]])
 

@@ -1,4 +1,4 @@
-"""A RoPE call worth timing, the tensors it is made on, what it must give, and how this project is asked for it."""
+"""A RoPE call to time: its description, its tensors, its right result, and the call of this project's function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rotated = Literal["first", "last", "proportional"]
 Formula = Literal["transformers", "TransformerEngine"]
 Launch = Callable[[], tuple[torch.Tensor, ...]]  # of the query, and the key if the call has one
 
-ANGLE_BYTES = 4  # float32, as every peer but one is given
+ANGLE_BYTES = 4  # float32, which every peer but one gets
 ID_BYTES = 8  # int64, the only ids that every serving kernel takes
 ROPE_BASE = 500_000.0  # Llama 3
 FIRST_POSITION = 17  # position 0 would rotate nothing
@@ -36,7 +36,7 @@ SIZES = (
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is asked for: ``batch`` sequences of ``seq`` tokens, packed ones too; or ragged ones of ``seq`` in all."""
+    """A call on ``batch`` sequences of ``seq`` tokens each, in thd too; or on ragged sequences of ``seq`` tokens in all."""
 
     batch: int
     seq: int
@@ -50,12 +50,12 @@ class Call:
     inplace: bool = False
     interleaved: bool = False
     rotated: Rotated = "first"
-    sequences: int = 1  # above 1: ragged ones; thd of batch 1 only
+    sequences: int = 1  # above 1: ragged sequences, only for thd of batch 1
     positions: Positions = "implicit"  # "counted": the ids 0, 1, 2, ...; "random": ids below rows
     rows: int = 0  # of the table that ids choose from
     packed: bool = False  # query and key are views of one tensor that holds the value as well
-    gradient: bool = False  # the tensors ask for a gradient
-    formula: Formula = "transformers"  # whose PyTorch stands beside it; TransformerEngine's begins with the angles
+    gradient: bool = False  # the tensors require a gradient
+    formula: Formula = "transformers"  # project whose PyTorch code is the eager peer; TransformerEngine's takes angles
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -84,7 +84,7 @@ class Call:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What tells it from any other call: the middle of a row's key."""
+        """Words that tell this call from any other: the middle of a row's key."""
         place = "in place" if self.inplace else "out of place"
         extra = [text for text, on in (("packed", self.packed), ("with autograd", self.gradient)) if on]
         return (
@@ -100,7 +100,7 @@ class Call:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record says of it."""
+        """The fields of this call in a record."""
         return {
             "problem": self.problem,
             "layout": self.layout,
@@ -114,7 +114,7 @@ class Call:
 
     @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Of each sequence; ragged ones are at least 1, ``seq`` in all, and the same in every run."""
+        """Tokens of each sequence; ragged lengths are at least 1, add up to ``seq``, and are the same in every run."""
         if self.sequences == 1:
             return (self.seq,) * self.batch
         cuts = sorted(random.Random(SEED).sample(range(1, self.seq), self.sequences - 1))  # noqa: S311 (no secret)
@@ -132,7 +132,7 @@ class Call:
 
     @property
     def angle_bytes(self) -> int:
-        """Bytes of the angles that must be read: each row once that the tokens name, and the ids."""
+        """Bytes of the angles that must be read: each row that the tokens use once, and the ids."""
         if self.angles == "inv_freq":
             return self.rotary_dim // 2 * ANGLE_BYTES
         entries = self.rotary_dim // 2 if self.angles == "freqs pair" else self.rotary_dim
@@ -148,7 +148,7 @@ class Call:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that must move: what rotates in and out, out of place the rest too, and the angles."""
+        """Bytes that must move: rotated features read and written, out of place the other features too, and the angles."""
         share = self.rotary_dim / self.head_dim if self.inplace else 1.0
         return round(2 * self.tensor_bytes * share) + self.angle_bytes
 
@@ -160,7 +160,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Angles: a row a position."""
+    """Angles, with a row for each position."""
 
     freqs: torch.Tensor  # [rows, R / 2] float32
     cos: torch.Tensor  # [rows, R / 2] float32
@@ -174,7 +174,7 @@ class Tensors:
     """One set of tensors for a call: everything that any peer reads or writes."""
 
     rotated: tuple[torch.Tensor, ...]  # query, and key if the call has one; backward: the gradient of the output
-    qkv: torch.Tensor | None  # [t, H + 2 Hk, D], of which they are views if the call is packed
+    qkv: torch.Tensor | None  # [t, H + 2 Hk, D], if the call is packed: ``rotated`` are views of it
     table: Table
     ids: torch.Tensor  # [tokens] int64: the row of the table for each token, in the order of memory
     cu_seqlens: torch.Tensor | None  # [sequences + 1] int32: thd without ids
@@ -182,7 +182,7 @@ class Tensors:
 
 def make_table(call: Call, device: str) -> Table:
     """A table of the call's angles."""
-    # With inv_freq the kernel counts from 0; a table may begin further on, where its first row rotates something.
+    # With inv_freq the kernel counts positions from 0. Other tables begin further on: position 0 would rotate nothing.
     first = 0 if call.angles == "inv_freq" else FIRST_POSITION
     rows = call.longest if call.positions == "implicit" else call.rows
     position = torch.arange(rows, device=device, dtype=torch.float32) + first
@@ -193,7 +193,7 @@ def make_table(call: Call, device: str) -> Table:
 
 
 def per_feature(call: Call, x: torch.Tensor) -> torch.Tensor:
-    """Entries of pairs, [rows, R / 2], as entries of features."""
+    """One entry for each pair, [rows, R / 2], as one entry for each feature, [rows, R]."""
     return x.repeat_interleave(2, dim=-1) if call.interleaved else torch.cat((x, x), dim=-1)
 
 
@@ -210,7 +210,7 @@ def _views(call: Call, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def make_tensors(call: Call, count: int, device: str = "cuda") -> list[Tensors]:
-    """Fresh sets, with angles of their own so that none finds them in the cache; random ids share one large table."""
+    """Fresh sets, each with its own angles so that no set has them in the L2; with random ids all share one large table."""
     first = {"thd": (call.tokens,), "bshd": (call.batch, call.seq), "sbhd": (call.seq, call.batch)}[call.layout]
     cu_seqlens = None
     if call.layout == "thd" and call.positions == "implicit":
@@ -233,7 +233,7 @@ def make_tensors(call: Call, count: int, device: str = "cuda") -> list[Tensors]:
 
 
 def probe(call: Call, t: Tensors) -> Tensors:
-    """The set with tensors that the call may overwrite."""
+    """The set, with copies of the tensors that the call overwrites."""
     if not call.inplace:
         return t
     if t.qkv is None:
@@ -243,7 +243,7 @@ def probe(call: Call, t: Tensors) -> Tensors:
 
 
 def pairs(call: Call) -> tuple[slice, slice]:
-    """The features of a head that are first in their pair, and those that are second."""
+    """The first features of a head's pairs, and the second features."""
     begin = call.head_dim - call.rotary_dim if call.rotated == "last" else 0
     if call.interleaved:
         return slice(begin, begin + call.rotary_dim, 2), slice(begin + 1, begin + call.rotary_dim, 2)
@@ -253,7 +253,7 @@ def pairs(call: Call) -> tuple[slice, slice]:
 
 
 def expected(call: Call, t: Tensors) -> list[torch.Tensor]:
-    """Query and key by the formula in float64, rounded to float32; in pieces, for float64 is four times the size."""
+    """Query and key by the formula in float64, rounded to float32; in pieces, since float64 takes four times the memory."""
     return [_turned(call, x.detach(), t) for x in t.rotated]
 
 
@@ -275,7 +275,7 @@ def _turned(call: Call, x: torch.Tensor, t: Tensors) -> torch.Tensor:
 
 
 def our_keywords(call: Call, t: Tensors) -> dict[str, Any]:
-    """The arguments of ``tuned.dispatch`` beside the tensors."""
+    """The arguments of ``tuned.dispatch`` besides the rotated tensors."""
     wide = per_feature(call, t.table.freqs)[:, None, None]
     angles: dict[Angles, dict[str, Any]] = {
         "freqs pair": {"freqs": t.table.freqs, "angle_entries": "pair"},
@@ -298,7 +298,7 @@ def our_keywords(call: Call, t: Tensors) -> dict[str, Any]:
 
 
 def ours(call: Call, sets: Sequence[Tensors]) -> list[Launch]:
-    """One launch a set through the public dispatch, which makes its outputs, and any table, each time."""
+    """One launch for each set through the public dispatch, which allocates its outputs and makes any table on each call."""
 
     def launch(t: Tensors, keywords: dict[str, Any]) -> Any:
         if call.key_heads:
@@ -310,7 +310,7 @@ def ours(call: Call, sets: Sequence[Tensors]) -> list[Launch]:
 
 
 def as_a_user_calls(call: Call, t: Tensors) -> Launch:
-    """The call of a host row, written out: wrappers of the measurement's own are no part of what a user waits for."""
+    """The call of a host row, written out without the benchmark's wrappers, whose time no user waits for."""
     keywords = our_keywords(call, t)
     freqs, cos, sin = (keywords.pop(name, None) for name in ("freqs", "cos", "sin"))
     layout, interleaved, entries, inplace = (

@@ -1,4 +1,4 @@
-"""How the suites time: whole calls interleaved, calls in a CUDA graph, launches on cold tensors, the host."""
+"""The clocks of the suites: whole calls interleaved, calls in a CUDA graph, launches on cold tensors, the host."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from generator.measuring.bench import emptying as _flush
 Call = Callable[[], object]
 
 WARM_UPS = 3
-# Of replays before those that are timed: after a peer was compiled, the first 8 ms of gigabyte calls took 5 to 10 percent
-# longer, those of plain copies did not.
+# Replays before the timed ones last this long: after a peer was compiled, the first 8 ms of gigabyte calls took 5 to 10
+# percent longer, those of plain copies did not.
 WARM_US = 30_000.0
 ROUNDS = 9
 ROUND_US = 20_000.0  # a call's part of a round lasts at least this long
 MAX_CALLS = 200  # of one part
 COPY_ELEMENTS = 1 << 27  # 256 MB of bfloat16: four times the L2
-MOST_SETS = 64  # where more would be needed to fill the L2, a read of something else empties it
+MOST_SETS = 64  # if more would be needed to fill the L2, a read of other data empties it
 
 sets = sets_beyond_l2
 host = host_time
 
 
 def capture(call: Call) -> Call:
-    """The call in a CUDA graph, as its replay; what the call returns lives as long as the graph does."""
+    """A function that replays the call from a CUDA graph; the call's result lives as long as the graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -47,7 +47,7 @@ def capture(call: Call) -> Call:
 
 
 def span_us(call: Call, calls: int) -> float:
-    """Microseconds a call between two events, the queue empty before the first: where the host is slower, its time."""
+    """Microseconds a call between two events, the queue empty before the first; if the host is slower, the host's time."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     begin.record()
@@ -59,7 +59,7 @@ def span_us(call: Call, calls: int) -> float:
 
 
 def interleaved(calls: dict[str, Call]) -> dict[str, Timing]:
-    """Each call in each round, so that a drift of the clock falls on all; the median over the rounds."""
+    """The median over rounds in which every call is timed, so that a drift of the clock falls on all calls."""
     counts = {}
     for name, call in calls.items():
         for _ in range(WARM_UPS):
@@ -71,7 +71,7 @@ def interleaved(calls: dict[str, Call]) -> dict[str, Timing]:
 
 
 def device(launches: Sequence[Call]) -> Timing:
-    """Device time of one of the launches, in turn in a CUDA graph.
+    """Device time of one launch; all launches run in turn in a CUDA graph.
 
     Each launch's result lives until the next has run, so that two in a row never write the same memory.
     """
@@ -84,16 +84,16 @@ def device(launches: Sequence[Call]) -> Timing:
 
 
 def set_count(bytes_per_set: int) -> int:
-    """How many sets ``cold`` needs for launches that touch so many bytes."""
+    """How many sets ``cold`` needs for launches that touch ``bytes_per_set`` bytes each."""
     return min(sets(bytes_per_set), MOST_SETS)
 
 
 def cold(launches: Sequence[Call], bytes_per_set: int) -> Timing:
-    """Device time of one of the launches, each on a set of its own that has left the L2 since it was touched.
+    """Device time of one launch; each launch has its own set of tensors, which has left the L2 since it was last touched.
 
-    A round is all of them once. All results of a round live until its end, so that no two are written to the same
-    memory. Sets that fill the L2 twice leave it by themselves; before a round of fewer, the L2 is emptied, and the time
-    of that alone is taken off.
+    A round is every launch once. All results of a round live until its end, so that no two are written to the same
+    memory. If the sets fill the L2 twice, each has left it before its next turn. Otherwise the L2 is emptied before
+    each round, and the time of emptying alone is subtracted.
     """
 
     def one_round() -> None:

@@ -1,7 +1,7 @@
 """Small calls on a CPU beside what a user writes in PyTorch: python -m benchmarks.cpu_calls [--rounds N].
 
-Each call and its formula take turns in one run, on one thread: the ratio of the medians and that of the fastest rounds are
-printed. Nothing is timed that is not close to its formula. A rotation's bar is 1.3 of the formula.
+Each call and its formula take turns in one run, on one thread. The ratios of the medians and of the fastest rounds are
+printed. A call is timed only if its result is close to the formula's. A rotation's bar is 1.3 of the formula.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Pair:
 
 
 def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    """Hugging Face's."""
+    """``rotate_half`` as in Hugging Face transformers."""
     half = x.shape[-1] // 2
     return torch.cat((-x[..., half:], x[..., :half]), -1)
 
@@ -56,7 +56,7 @@ def by_freqs(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
 
 
 def rotations(dtype: torch.dtype) -> Iterator[Pair]:
-    """Rotations, with angles in the dtype of x where the formula takes them so."""
+    """Rotations, with angles in the dtype of x if the formula takes them in that dtype."""
     x, k = torch.randn(SHAPE).to(dtype), torch.randn(KEY_SHAPE).to(dtype)
     radians = torch.randn(SHAPE[1], SHAPE[-1] // 2)
     freqs = torch.cat((radians, radians), -1)
@@ -80,7 +80,7 @@ def rotations(dtype: torch.dtype) -> Iterator[Pair]:
 
 
 def products() -> Iterator[Pair]:
-    """A step of a GRU beside torch.nn's, and a linear over two segments beside that of their concatenation."""
+    """A step of a GRU beside torch.nn.GRUCell, and a linear over two segments beside a linear of their concatenation."""
     cell = torch.nn.GRUCell(FEATURES, UNITS)
     weights = [t.detach() for t in (cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh)]
     x, h = torch.randn(1, FEATURES), torch.randn(1, UNITS)

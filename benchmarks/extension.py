@@ -1,8 +1,8 @@
-"""RoPE as a plain C++ extension, the way TransformerEngine's is made: C++ allocates the output and launches a kernel.
+"""RoPE as a plain C++ extension, built like TransformerEngine's: C++ allocates the output and launches a kernel.
 
-It stands for the host's time of such a call, and takes only what that needs: a query, and a key in place, contiguous
+It shows the host's time of such a call, and takes only what that needs: a query, and in place also a key, contiguous
 bfloat16 ``[batch, seq, heads, D]``, float32 cosines and sines ``[seq, D / 2]``, pairs (j, j + D / 2).
-``python -m benchmarks.extension`` builds it, with nvcc; so does its first use.
+``python -m benchmarks.extension`` builds it with nvcc; so does its first use.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ void rotate(const void* x, void* out, const float* cos, const float* sin, int64_
 
 
 def refuses(call: Call) -> str | None:
-    """Why it does not take a call, or None."""
+    """Why the extension does not take a call, or None."""
     plain = (call.layout, call.direction, call.dtype, call.positions, call.rotated, call.packed, call.interleaved)
     asked = ("bshd", "forward", torch.bfloat16, "implicit", "first", False, False)
     fits = plain == asked and call.rotary_dim == call.head_dim and (call.inplace or not call.key_heads)

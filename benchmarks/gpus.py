@@ -1,11 +1,11 @@
-"""Commands on several GPUs of a machine at once: how many are asked for, and which of them each command sees."""
+"""Commands on several GPUs of a machine at once: how many GPUs are asked for, and which GPU each command sees."""
 
 from __future__ import annotations
 
 import argparse
 import os
 
-ALL = 0  # of those that PyTorch sees
+ALL = 0  # all GPUs that PyTorch sees
 
 
 def number_of_gpus(text: str) -> int:
@@ -18,17 +18,17 @@ def number_of_gpus(text: str) -> int:
 
 
 def refusal(asked: int, there: int) -> str:
-    """Why so many GPUs cannot be had, with the way out; empty if they can."""
+    """Why there are not ``asked`` GPUs, with the way out; empty if there are."""
     return (
         f"--gpus {asked}, and PyTorch sees {there} here: ask for no more, or for all" if asked > max(there, 1) else ""
     )
 
 
 def visible(gpus: int) -> list[dict[str, str]]:
-    """What the environment of a command has besides, to see one of so many GPUs alone.
+    """For each of ``gpus`` commands, the environment variables that make it see one GPU only.
 
     Raises:
-        ValueError: CUDA_VISIBLE_DEVICES shows fewer.
+        ValueError: CUDA_VISIBLE_DEVICES shows fewer GPUs.
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = (

@@ -1,16 +1,18 @@
 """Measure GRUs beside PyTorch's: ``python -m benchmarks.gru`` writes benchmarks/results/gru/<device>.json.
 
-A row of a sequence times, in turns, this project's module and nn.GRU as users call them (a loop of calls, the host's time
-counted where the device waits for it) and both in a CUDA graph, all with the projection of the input and all on the same
-weights. The bars compare the module as users call it with both forms of nn.GRU.
+A row of a sequence times this project's module and nn.GRU, in turns: both as users call them (a loop of calls, which
+counts the host's time where the device waits for it), and both in a CUDA graph. All include the projection of the
+input, and all have the same weights. The bars compare the module as users call it with both forms of nn.GRU.
 
-A row of a single step times launches in a CUDA graph, with weights that are cold (the launches rotate over more sets of
-weights than twice the L2 holds) and hot (one set). Host times are wall time a call in a loop that never fills the queue.
+A row of a single step times launches in a CUDA graph, with cold weights (the launches rotate over more sets of weights
+than twice the L2 holds) and with hot weights (one set). Host times are wall time a call in a loop that never fills the
+queue.
 
-Nothing is timed that has not just been held against PyTorch in float64; float32 runs with TF32, as PyTorch's default for
-recurrent networks is. The floor is the larger of the bytes that must move (input and weights read once, the output
-written once; of a step the weights alone) at the speed of a copy in the same run, and the products at the matrix rate. It
-says nothing of the steps' order, which no implementation of a recurrence escapes: a small batch cannot come near it.
+Each result is compared with PyTorch in float64 just before it is timed. float32 runs with TF32, PyTorch's default for
+recurrent networks. The floor is the larger of two times: that of the bytes that must move (input and weights read once,
+the output written once; for a step the weights alone) at the speed of a copy in the same run, and that of the products
+at the matrix rate. The floor ignores that the steps of a recurrence run one after another, so a small batch cannot come
+near it.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ from benchmarks.record import Row, quotient
 from benchmarks.session import WrongResultError
 
 OURS, OURS_IN_A_GRAPH = "ours", "ours in a CUDA graph"
-WRONG = 2.0  # times PyTorch's own error: not a rounding any more; the bar is benchmarks.bars' business
-WRONG_FLASHRNN = 16.0  # it rounds each step's gates
-GOAL_FLOORS, GOAL_US = 1.1, 1.5  # of a cell: so many floors, and so many microseconds for starting the kernel
+WRONG = 2.0  # times PyTorch's error: larger is more than rounding. The bar on errors is in benchmarks.bars
+WRONG_FLASHRNN = 16.0  # the same for FlashRNN, which rounds each step's gates
+GOAL_FLOORS, GOAL_US = 1.1, 1.5  # goal of a cell: so many floors, plus microseconds for starting the kernel
 
 
 @contextlib.contextmanager
 def tf32() -> Iterator[None]:
-    """TF32 in products and in cuDNN, as long as it lasts."""
+    """TF32 in products and in cuDNN inside the block."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     try:
@@ -50,7 +52,7 @@ def tf32() -> Iterator[None]:
 
 
 def error_of(result: tuple[Any, ...], expected: tuple[Any, ...]) -> float:
-    """The largest error of output and last hidden state, or of the one tensor that there is."""
+    """The largest error over output and last hidden state, or of a single tensor."""
     pairs = [(data(given), data(wanted)) for given, wanted in zip(result, expected, strict=True)]
     for given, wanted in pairs:
         if given.shape != wanted.shape:
@@ -65,7 +67,7 @@ def refuse_wrong(error: float, limit: float) -> None:
 
 
 def attempt(make: Callable[[], Callable[[], object] | str]) -> Callable[[], object] | str:
-    """What ``make`` gives, or its failure as a reason."""
+    """The result of ``make``, or its failure as a reason."""
     try:
         return make()
     except Exception as error:  # noqa: BLE001 (foreign code, or a capture: whatever it raises is the reason)
@@ -73,16 +75,16 @@ def attempt(make: Callable[[], Callable[[], object] | str]) -> Callable[[], obje
 
 
 def checked(run: Run | str, expected: tuple[Any, torch.Tensor], limit: float) -> Run | str:
-    """The call if its result is right, or its reason."""
+    """The call, after checking its result; or the reason why there is no call."""
     if not isinstance(run, str):
         refuse_wrong(error_of(run(), expected), limit)
     return run
 
 
-def told(  # noqa: PLR0913 (what was found out beside the times)
+def told(  # noqa: PLR0913 (the results besides the times)
     call: SequenceCall | StepCall, ours_us: float, moved_bytes: int, error: float, peer_error: float, explain: Any
 ) -> dict[str, Any]:
-    """What rows of both kinds say: the floor, the errors, and what served the call."""
+    """The fields of rows of both kinds: the floor, the errors, and the rule, kernels and variant that served the call."""
     floor = max(moved_bytes / clock.copy_rate(), call.flops / MATRIX_FLOPS[call.dtype]) * 1e6
     choice = tuned.explain(*explain)
     return {
@@ -141,7 +143,7 @@ def sequence_row(row: Row[SequenceCall], device: str) -> dict[str, Any]:
 
 
 def step_row(row: Row[StepCall], device: str) -> dict[str, Any]:
-    """Time a single step: this project, the peers, this project again, whose two medians are averaged.
+    """Time a single step: this project, the peers, then this project again; this project's two medians are averaged.
 
     Raises:
         WrongResultError: the result is further from float64 than ``WRONG`` times the least exact peer's.

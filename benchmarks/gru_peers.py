@@ -1,7 +1,7 @@
 """The peers of the GRU, on the same weights.
 
-Of a sequence: nn.GRU, as users call it and in a CUDA graph, and FlashRNN where it is installed. Of a single step: of the
-cell nn.GRUCell; of the segmented calls ``cat`` followed by one step of nn.GRU, by nn.GRUCell or by ``F.linear``.
+For a sequence: nn.GRU, as users call it and in a CUDA graph, and FlashRNN if it is installed. For a cell: nn.GRUCell.
+For the segmented calls: ``cat`` followed by one step of nn.GRU, by nn.GRUCell or by ``F.linear``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PACKAGES = {"flashrnn": "flashrnn"}  # import name to distribution
 
 
 def make_gru(call: SequenceCall, device: str, kind: Callable[..., torch.nn.RNNBase] = torch.nn.GRU) -> torch.nn.RNNBase:
-    """A GRU of the call's sizes, with weights as PyTorch draws them, in one chunk of memory as cuDNN likes them best."""
+    """A GRU of the call's sizes, with weights as PyTorch draws them, in one chunk of memory, which is best for cuDNN."""
     gru = kind(
         call.input_size,
         call.hidden,
@@ -57,10 +57,11 @@ def data(output: Input) -> torch.Tensor:
 
 
 def flashrnn(call: SequenceCall, gru: torch.nn.RNNBase, x: Input, backend: str = "cuda") -> Run | str:
-    """FlashRNN with the weights of ``gru``, the projection of the input by PyTorch; or why it cannot.
+    """FlashRNN with the weights of ``gru``, and the projection of the input by PyTorch; or why FlashRNN cannot run the call.
 
-    It takes the batch first, the projection of r, z and n as ``[B, T, 3, 1, H]``, recurrent weights of n, r and z as
-    ``[3, 1, H, H]``, and four biases ``[4, 1, H]``: n's recurrent one, r's and z's summed, n's of the input.
+    It takes batch-first tensors: the projection of r, z and n as ``[B, T, 3, 1, H]``, recurrent weights of n, r and z
+    as ``[3, 1, H, H]``, and four biases ``[4, 1, H]``: the recurrent bias of n, the sums for r and for z, the input
+    bias of n.
     """
     if isinstance(x, PackedSequence) or call.layers > 1 or call.bidirectional:
         return "it runs one layer in one direction over sequences of one length"
@@ -93,16 +94,16 @@ def flashrnn(call: SequenceCall, gru: torch.nn.RNNBase, x: Input, backend: str =
 
 @dataclasses.dataclass(frozen=True)
 class Contenders:
-    """One launch a set of weights, for this project and for each peer; and what the first set should give."""
+    """One launch for each set of weights, for this project and for each peer; and the right result of the first set."""
 
     ours: list[Launch]
     peers: dict[str, list[Launch]]
     expected: torch.Tensor  # float64
-    explain: tuple[Any, ...]  # what to give ``tuned.explain``
+    explain: tuple[Any, ...]  # arguments of ``tuned.explain``
 
 
 def cells(call: StepCall, device: str, sets: int) -> Contenders:
-    """``[batch, input]`` and h ``[batch, hidden]`` through modules that share their parameters."""
+    """tuned.nn.GRUCell beside torch.nn.GRUCell on ``[batch, input]`` and h ``[batch, hidden]``, with shared parameters."""
     (width,) = call.segments
     x = torch.randn(call.batch, width, device=device, dtype=call.dtype)
     h = torch.randn(call.batch, call.outputs, device=device, dtype=call.dtype).tanh()

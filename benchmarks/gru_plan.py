@@ -1,4 +1,4 @@
-"""The GRU rows to measure, as data: sequences, single steps and output layers; those that a bar judges first."""
+"""The GRU rows to measure, as data: sequences, single steps and output layers; rows that a bar judges come first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Operation = Literal["cell", "step", "linear_cat"]
 class SequenceCall:
     """A forward pass of a GRU with biases over a sequence, from a hidden state of zeros.
 
-    ``lengths``, if given, are those of ``batch`` packed sequences, longest first, the first of ``steps`` steps.
+    ``lengths``, if given, are those of ``batch`` packed sequences, longest first; the longest has ``steps`` steps.
     """
 
     steps: int
@@ -57,12 +57,12 @@ class SequenceCall:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What tells it from any other call."""
+        """Words that tell this call from any other."""
         return (self.problem, self.layout, dtype_name(self.dtype), "forward")
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record says of it."""
+        """The fields of this call in a record."""
         return {
             "problem": self.problem,
             "layout": self.layout,
@@ -92,13 +92,13 @@ class SequenceCall:
 
     @property
     def flops(self) -> int:
-        """Of the matrix products, the input projection's too."""
+        """Floating-point operations of the matrix products, with the input projection."""
         return 2 * self.tokens * self.weights
 
 
 @dataclasses.dataclass(frozen=True)
 class StepCall:
-    """One product with weights that are cold: a GRU cell, a decoder's step of several inputs, or its output layer."""
+    """One call with cold weights: a GRU cell, a decoder's step of several inputs, or its output layer."""
 
     operation: Operation
     batch: int
@@ -113,12 +113,12 @@ class StepCall:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What tells it from any other call."""
+        """Words that tell this call from any other."""
         return (self.problem, dtype_name(self.dtype), "forward")
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record says of it."""
+        """The fields of this call in a record."""
         return {
             "problem": self.problem,
             "layout": "rows",
@@ -136,12 +136,12 @@ class StepCall:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weight matrices: what any implementation must read."""
+        """Bytes of the weight matrices, which any implementation must read."""
         return self.weights * self.dtype.itemsize
 
     @property
     def flops(self) -> int:
-        """Of the matrix products."""
+        """Floating-point operations of the matrix products."""
         return 2 * self.batch * self.weights
 
 
@@ -179,7 +179,7 @@ OTHERS = (
     ("like Dreamer", SequenceCall(64, 16, 512, 512)),
 )
 CELLS = ((1, 512), (1, 1024), (16, 1024), (64, 1024), (256, 1024), (1, 2048), (64, 2048), (1024, 512))
-HUGE_HIDDEN = 2048  # from here the bar of a cell is lower: reading the weights takes half of nn.GRUCell's time
+HUGE_HIDDEN = 2048  # cells from this size on have a lower bar: reading the weights takes half of nn.GRUCell's time
 DECODER_BATCHES = (1, 128)
 EMBEDDING, CONTEXT, DECODER_HIDDEN, VOCABULARY = 256, 512, 512, 10_000
 

@@ -3,8 +3,8 @@
     pip install kernel_tuner
     python -m benchmarks.kernel_tuner FOLDER
 
-They run in Kernel Tuner's simulation mode with as many evaluations, none counted twice. They choose where they begin,
-and are told the times as they are, without noise.
+The strategies run in Kernel Tuner's simulation mode with as many evaluations as our search, none counted twice. They
+choose their own starting points, and get the recorded times without noise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from generator.evaluation.foreign import Foreign, load_folder
 from generator.evaluation.replay import Replay, evaluations, strategies
 from tuned.families.choices import choices
 
-# Those that its authors recommend or published, of those that need no further package.
+# Strategies that Kernel Tuner's authors recommend or published, and that need no further package.
 STRATEGIES = (
     "genetic_algorithm",
     "diff_evo",
@@ -45,19 +45,19 @@ STRATEGIES = (
 
 def run(strategy: str, landscape: Foreign, content: dict[str, Any], cache: Path, seed: int) -> Replay:
     """One search; ``cache`` is a file of ``content``."""
-    import kernel_tuner  # noqa: PLC0415 - a package of its own, which nothing else needs
+    import kernel_tuner  # noqa: PLC0415 - a separate package, which nothing else needs
 
     names, knobs = content["tune_params_keys"], choices(landscape.space.variant_type)
     legal = {tuple(row[name] for name in names) for row in content["cache"].values()}
 
     def allowed(*values: Any, **named: Any) -> bool:
-        """Whether these are the values of a row; Kernel Tuner passes them in three ways."""
+        """Whether these are the values of a row: Kernel Tuner passes them as positions, as keywords or as a dictionary."""
         if values and isinstance(values[0], dict):
             named = values[0]
         return (tuple(named[name] for name in names) if named else values) in legal
 
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - what Kernel Tuner draws from
+    np.random.seed(seed)  # noqa: NPY002 - Kernel Tuner draws from this generator
     start, budget = time.perf_counter(), evaluations(landscape)
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,9 +1,10 @@
 """KernelBench's GRUs by KernelBench's own harness: python -m benchmarks.kernelbench CHECKOUT [--problem 39] [--out FILE].
 
-CHECKOUT is a clone of https://github.com/ScalingIntelligence/KernelBench. Problems 39 to 42 of level 3 are its stacks of GRUs,
-one way and both ways. The candidate is the problem's own text with ``nn.GRU`` swapped for ``tuned.nn.GRU``; the harness makes
-both with the same weights, holds one against the other on its own inputs, by its own tolerance, and times both, call by call,
-a cold cache before each. What it says is printed and written; the exit code is 1 where it calls a candidate wrong, or fails.
+CHECKOUT is a clone of https://github.com/ScalingIntelligence/KernelBench. Problems 39 to 42 of level 3 are its stacks
+of GRUs, in one direction and in both. The candidate is the problem's text with ``nn.GRU`` replaced by ``tuned.nn.GRU``.
+The harness makes both models with the same weights, compares them on its inputs by its tolerance, and times both, call
+by call, each with a cold cache. Its results are printed and written; the exit code is 1 where it calls a candidate
+wrong, or fails.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from benchmarks import qk_norm, session
 LEVEL, PROBLEMS = 3, (39, 40, 41, 42)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TRIALS, TIMED = 5, 100  # inputs that results are compared on; calls that are timed
-# What the harness's module imports to ask language models for candidates, and for keys to them, which measuring one does not need.
+# Modules that the harness imports to ask language models for candidates: measuring a candidate does not need them.
 CLIENTS = {"openai": ("OpenAI",), "litellm": ("completion",), "dotenv": ("load_dotenv",)}
 _GRU = re.compile(r"(?<![\w.])nn\.GRU\(")
 
 
 class CheckoutError(Exception):
-    """A folder that is not what is asked for; the message says what is missing."""
+    """A folder is not a usable clone; the message says what is missing."""
 
 
 def problem_text(checkout: Path, number: int) -> tuple[str, str]:
     """The name and the text of a problem.
 
     Raises:
-        CheckoutError: it is not there.
+        CheckoutError: the problem is not there.
     """
     folder = checkout / "KernelBench" / f"level{LEVEL}"
     found = sorted(folder.glob(f"{number}_*.py"))
@@ -55,7 +56,7 @@ def candidate(text: str) -> str:
     """A problem's text as a candidate: its model, with our GRU.
 
     Raises:
-        CheckoutError: it has no GRU, or more than one.
+        CheckoutError: the text has no GRU, or more than one.
     """
     swapped, count = _GRU.subn("tuned.nn.GRU(", text)
     if count != 1:
@@ -65,7 +66,7 @@ def candidate(text: str) -> str:
 
 @contextlib.contextmanager
 def harness(checkout: Path) -> Iterator[Any]:
-    """Its module ``eval``; clients of language models that are not installed are stood in for meanwhile."""
+    """KernelBench's module ``eval``; inside the block, stand-ins replace language model clients that are not installed."""
     source = str(checkout / "src")
     absent = {name: names for name, names in CLIENTS.items() if importlib.util.find_spec(name) is None}
     sys.path.insert(0, source)
@@ -82,7 +83,7 @@ def harness(checkout: Path) -> Iterator[Any]:
 
 
 def measured(judge: Any, name: str, text: str, dtype: str, device: torch.device | None) -> dict[str, Any]:
-    """What the harness says of one problem in one precision; times in milliseconds."""
+    """The harness's result for one problem in one precision; times in milliseconds."""
     row: dict[str, Any] = {"problem": name, "dtype": dtype}
     try:
         found = judge.eval_kernel_against_ref(
@@ -113,7 +114,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def commit_of(checkout: Path) -> str | None:
-    """The commit of a clone, or None of a plain folder."""
+    """The commit of a clone, or None for a plain folder."""
     asked = ("git", "-C", str(checkout), "rev-parse", "HEAD")
     done = subprocess.run(asked, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
     return done.stdout.strip() or None

@@ -1,9 +1,10 @@
 """RoPE of multi-head latent attention, against bars and peers: python -m benchmarks.mla [--out FILE] [--dry].
 
-DeepSeek V3's heads at 4,096 tokens: the query's last 64 of 192 features in place, beside three kernels that read and write the same
-addresses; key and value of kv, forward and with the gradient, beside a copy of as many bytes, the model's own code as it is and
-compiled, and Megatron's kernels where they are installed; and the host's time of a call. Nothing is timed that was not held against
-float64 just before. ``--dry`` runs all of it, tiny, on a CPU, without a clock. The exit code is 1 where something cannot be measured.
+The sizes are DeepSeek V3's heads at 4,096 tokens. The query's last 64 of 192 features are rotated in place, beside
+three kernels that read and write the same addresses. Key and value are made from kv, forward and with the gradient,
+beside a copy of as many bytes, the model's code (eager and compiled), and Megatron's kernels if they are installed. The
+host's time of a call is measured too. Each result is compared with float64 just before it is timed. ``--dry`` runs
+everything, tiny, on a CPU, without a clock. The exit code is 1 where something cannot be measured.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from benchmarks.qk_norm import Bench, Launch, attempt, looked_at, measured, move
 from tuned.dispatch import mla_kv_rope, rope, rope_qk
 
 KEPT, TURNED, VALUE = 128, 64, 128  # features of a head
-HEADS, TOKENS = (128, 16), (4096, 32768)  # of all, and of one of 8 ranks
+HEADS, TOKENS = (128, 16), (4096, 32768)  # heads: all, and those of one of 8 ranks
 BARS = {"same addresses": 1.05, "floor": 1.05, "best peer": 0.95, "host": 1.2}
-STYLES = ("apart", "interleaved")  # as Megatron makes keys; as DeepSeek's own code does
-ERROR = 4.0  # of the largest value times the dtype's epsilon: code in bfloat16 rounds in between
+STYLES = ("apart", "interleaved")  # pairs as in Megatron's keys; as in DeepSeek's code
+ERROR = 4.0  # times the largest value times the dtype's epsilon: code in bfloat16 rounds intermediate results
 PACKAGES = {"megatron": "megatron-core"}
 
 
@@ -39,13 +40,13 @@ class Layer:
 
     q: torch.Tensor  # [tokens, 1, heads, KEPT + TURNED]
     kv: torch.Tensor  # [tokens, 1, heads, KEPT + VALUE]
-    k_pe: torch.Tensor  # [tokens, 1, 1, TURNED], of a wider tensor
+    k_pe: torch.Tensor  # [tokens, 1, 1, TURNED], a view of a wider tensor
     cos: torch.Tensor  # float32 [tokens, TURNED / 2]
     sin: torch.Tensor
 
 
 def make(heads: int, tokens: int, device: str) -> Layer:
-    """A set of its own."""
+    """A fresh set."""
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(tokens, 1, *shape, device=device, dtype=torch.bfloat16)
@@ -57,17 +58,17 @@ def make(heads: int, tokens: int, device: str) -> Layer:
 
 
 def named(style: str) -> dict[str, Any]:
-    """Ours in a style."""
+    """The arguments of our functions for a style."""
     return {"tensor_format": "sbhd"} | ({"deinterleave": True} if style == "apart" else {"interleaved": True})
 
 
 def our_query(style: str, t: Layer) -> Any:
-    """In place."""
+    """Our query, in place."""
     return (rope(t.q, cos=t.cos, sin=t.sin, rotated="last", inplace=True, **named(style)),)
 
 
 def our_key(style: str, t: Layer) -> Any:
-    """Key and value."""
+    """Our key and value."""
     return mla_kv_rope(t.kv, t.k_pe, cos=t.cos, sin=t.sin, k_dim=KEPT, **named(style))
 
 
@@ -75,7 +76,7 @@ def our_key(style: str, t: Layer) -> Any:
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, style: str) -> torch.Tensor:
-    """Pairs of neighbours, rotated, and left so or put apart."""
+    """Pairs of neighbours, rotated; left interleaved, or put apart."""
     cos, sin = cos.to(x.dtype)[:, None, None], sin.to(x.dtype)[:, None, None]
     first, second = x[..., 0::2], x[..., 1::2]
     pairs = first * cos - second * sin, second * cos + first * sin
@@ -83,21 +84,21 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, style: str) ->
 
 
 def own_query(style: str, t: Layer) -> Any:
-    """Out of place, as models do."""
+    """The model's query, out of place."""
     return (torch.cat((t.q[..., :KEPT], turned(t.q[..., KEPT:], t.cos, t.sin, style)), -1),)
 
 
 def own_key(style: str, t: Layer) -> Any:
-    """Key and value."""
+    """The model's key and value."""
     shared = turned(t.k_pe, t.cos, t.sin, style).expand(*t.kv.shape[:-1], TURNED)
     return torch.cat((t.kv[..., :KEPT], shared), -1), t.kv[..., KEPT:].contiguous()
 
 
 def check(run: Callable[[Layer], Any], own: Callable[[str, Layer], Any], style: str, t: Layer) -> None:
-    """Hold the first and the last tokens of what a run gives against float64.
+    """Compare the first and the last tokens of a run's results with float64.
 
     Raises:
-        WrongResultError: it is further off than roundings in between make it.
+        WrongResultError: the error is larger than intermediate roundings make it.
     """
     at = looked_at(len(t.q), t.q.device)
     wide = Layer(*(getattr(t, f.name).detach()[at].double() for f in dataclasses.fields(t)))
@@ -120,7 +121,7 @@ def _touch(x, rows, stride, FEATURES: tl.constexpr, ROWS: tl.constexpr):  # type
 
 
 def touch(view: torch.Tensor, at_once: int = 32) -> None:
-    """A kernel that turns the sign of the features of all rows, which are equally far apart; on a CPU PyTorch's."""
+    """A kernel that negates the features of all rows, which are equally far apart; on a CPU PyTorch's operator."""
     if not view.is_cuda:
         view.copy_(-view)
         return
@@ -143,18 +144,18 @@ def _megatron() -> Any:
 
 
 def _doubled(t: Layer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines as Megatron has them: [tokens, 1, 1, TURNED], in the dtype of the model."""
+    """Cosines and sines as Megatron takes them: [tokens, 1, 1, TURNED], in the dtype of the model."""
     cos, sin = (torch.cat((a, a), -1)[:, None, None].to(t.q.dtype) for a in (t.cos, t.sin))
     return cos, sin
 
 
 def megatron_query(t: Layer) -> Any:
-    """In place."""
+    """Megatron's query, in place."""
     return (_megatron().fused_apply_mla_rope_for_q(t.q, *_doubled(t), KEPT, TURNED),)
 
 
 def megatron_key(t: Layer) -> Any:
-    """Key and value."""
+    """Megatron's key and value."""
     return _megatron().fused_apply_mla_rope_for_kv(t.kv, t.k_pe, *_doubled(t), TURNED, KEPT, VALUE)
 
 
@@ -184,7 +185,7 @@ def query_row(bench: Bench, heads: int, tokens: int, style: str) -> dict[str, An
 
 
 def _grads(run: Callable[[Layer], Any], t: Layer, grads: Sequence[torch.Tensor]) -> Any:
-    """A forward and both gradients; the leaves are made in it, so that none is of another stream where it is captured."""
+    """A forward and both gradients; it makes the leaves itself, so that under capture none belongs to another stream."""
     kv, k_pe = t.kv.detach().requires_grad_(), t.k_pe.detach().requires_grad_()
     return torch.autograd.grad(list(run(dataclasses.replace(t, kv=kv, k_pe=k_pe))), [kv, k_pe], list(grads))
 
@@ -225,7 +226,7 @@ def _of_tensors(run: Callable[..., Any], style: str, t: Layer) -> Any:
 
 
 def host_row(bench: Bench) -> dict[str, Any]:
-    """The host's time of a call of known shape, beside that of a rotation of a query and a key in place."""
+    """The host's time of a repeated call (its plan is cached), beside a rotation of a query and a key in place."""
     t = make(HEADS[-1], 1, bench.device)
     both = t.q[..., :KEPT].contiguous(), t.q[:, :, :1, :KEPT].contiguous()
     table: dict[str, Any] = {"cos": t.cos.repeat(1, KEPT // TURNED), "sin": t.sin.repeat(1, KEPT // TURNED)}
@@ -240,13 +241,13 @@ def host_row(bench: Bench) -> dict[str, Any]:
     return {"kind": "host", "model": "16 heads, apart", "tokens": 1, **times}
 
 
-# What is told -----------------------------------------------------------------------------------------------------------
+# Reports ----------------------------------------------------------------------------------------------------------------
 
 KNOWN = {"kind", "model", "tokens", "refusals", "ours", "floor", "our rotation", "same addresses", *SAME}
 
 
 def ratios(row: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """What is asked of a row: each ratio, and its bar."""
+    """Each ratio of a row that has a bar -> (ratio, bar)."""
     if row["kind"] == "host":
         return {"our rotation": (row["ours"] / row["our rotation"], BARS["host"])}
     of = "same addresses" if row["kind"] == "query" else "floor"

@@ -1,7 +1,7 @@
 """A page of results for each device: ``python -m benchmarks.pages`` writes docs/results-DEVICE.md and its pictures.
 
-It needs no GPU: everything is drawn from benchmarks/results, which is committed. Pictures come first, the tables of the same rows
-behind them. What a device was not measured on is left out.
+It needs no GPU: everything is drawn from benchmarks/results, which is committed. Pictures come first, then the tables
+of the same rows. Benchmarks that were not run on a device are left out of its page.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MEASURED = (
     "the device, in CUDA graphs, where nothing else is said. [Results](results.md) says how to read them, and what is not current; "
     "the [glossary](glossary.md) has the words."
 )
-EQUAL = 1.02  # times that are taken as equal
+EQUAL = 1.02  # two times within this ratio count as equal
 
 
 def devices(results: Path) -> list[str]:
@@ -49,15 +49,15 @@ def devices(results: Path) -> list[str]:
 
 
 def read(results: Path, device: str, folder: str = "") -> dict[str, Any] | None:
-    """One file of results; None if it was not measured."""
+    """One file of results; None if it does not exist."""
     path = results / folder / f"{device}.json"
     return dict(json.loads(path.read_text())) if path.exists() else None
 
 
 def read_random(results: Path, device: str, commit: str | None = None) -> dict[str, Rows]:
-    """The random runs, by their titles: those of the device's release if there was one, else those that are cited.
+    """Title -> rows of a random run: the run of the device's release if there was one, else the run that decisions cite.
 
-    ``commit``: of a release that has not ended.
+    ``commit``: the commit of a release that has not ended yet.
     """
     stamp = read(results, device, "release")
     if commit is None and stamp is not None:
@@ -76,7 +76,7 @@ def read_random(results: Path, device: str, commit: str | None = None) -> dict[s
 
 
 def floors(rows: Rows, axes: Axes) -> str:
-    """How near to a copy each rotation is, against what it takes; one sentence of it."""
+    """Draw the ratio of each rotation to its floor against its time; return one sentence about it."""
     found = [row for row in rows if row["kind"] == "device" and row.get("ours_over_floor")]
     for label, color, chosen in (
         ("one tensor", OURS, [r for r in found if not r["sizes"].get("key_heads")]),
@@ -94,7 +94,7 @@ def floors(rows: Rows, axes: Axes) -> str:
 
 
 def peers(rows: Rows, axes: Axes) -> str:
-    """How many times as fast as each peer, a point a call."""
+    """Draw how many times as fast as each peer, a point for each call; return one sentence about it."""
     found: dict[str, list[float]] = {}
     for row in rows:
         if row["kind"] == "device":
@@ -116,7 +116,7 @@ def peers(rows: Rows, axes: Axes) -> str:
 
 
 def recurrences(rows: Rows, axes: Axes) -> str:
-    """How many times as fast as nn.GRU, in a graph and as calls, a line a shape."""
+    """Draw how many times as fast as nn.GRU, in a graph and as calls, a line for each shape; return one sentence about it."""
     found = sorted((r for r in rows if r["suite"] == "gru"), key=lambda r: r["speedup_graph_over_graph"])
     places = range(len(found))
     for key, color, label in (
@@ -137,7 +137,7 @@ def recurrences(rows: Rows, axes: Axes) -> str:
 
 
 def ratio_of(row: dict[str, Any]) -> float | None:
-    """The best peer's time in a CUDA graph over ours, of a row of a random run."""
+    """The best peer's time in a CUDA graph over ours, for a row of a random run; None if there is no such time."""
     if "graph_us" in row:
         others = [us for name, us in row["graph_us"].items() if name != "ours"]
         return min(others) / row["graph_us"]["ours"] if others else None
@@ -145,7 +145,7 @@ def ratio_of(row: dict[str, Any]) -> float | None:
 
 
 def random_shapes(runs: dict[str, Rows], axes: Axes) -> str:
-    """The share of random shapes that is at most so many times as fast, a line a run."""
+    """Draw the share of random shapes that are at most so many times as fast, a line for each run; return its sentences."""
     said = []
     for (title, rows), color in zip(runs.items(), (OURS, OTHER, "#009e73", "#cc79a7"), strict=False):
         ratios = sorted(r for row in rows if (r := ratio_of(row)) is not None)
@@ -164,7 +164,7 @@ def random_shapes(runs: dict[str, Rows], axes: Axes) -> str:
 
 
 def sweeps(rows: Rows, figure: Figure) -> str:
-    """Time against sequence length, a row of panels a model."""
+    """Draw time against sequence length, a row of panels for each model; return the shapes in words."""
     models = [(n, s) for n, s in SWEEPS.items() if any(_is_of(row, s) for row in rows)]
     grid = figure.subplots(len(models), len(DIRECTIONS), squeeze=False)
     for panels, (name, shape) in zip(grid, models, strict=True):
@@ -183,7 +183,7 @@ def _is_of(row: dict[str, Any], shape: tuple[int, int, int]) -> bool:
 
 
 def saved(figure: Figure, path: Path) -> None:
-    """Write a picture, with plain numbers at its axes: the same figures give the same bytes with the same matplotlib."""
+    """Write a picture with plain numbers at its axes; the same data and the same matplotlib give the same bytes."""
     for axes in figure.axes:
         axis: Any
         for axis in (axes.xaxis, axes.yaxis):
@@ -195,7 +195,7 @@ def saved(figure: Figure, path: Path) -> None:
 
 
 def one(draw: Callable[[Axes], str], path: Path, size: tuple[float, float]) -> str:
-    """Draw a picture of one panel, and give its sentence."""
+    """Draw a picture of one panel, and return its sentence."""
     figure = Figure(figsize=size, layout="constrained")
     said = draw(figure.subplots())
     saved(figure, path)
@@ -206,7 +206,7 @@ def one(draw: Callable[[Axes], str], path: Path, size: tuple[float, float]) -> s
 
 
 def page(results: Path, device: str, images: Path, commit: str | None = None) -> str:
-    """The text of the page of a device, whose pictures are written into a folder; ``commit``: as in ``read_random``."""
+    """The text of a device's page, whose pictures are written into ``images``; ``commit`` as in ``read_random``."""
     documents = {name: read(results, device, name) for name in ("", "gru", "summary")}
     rope = found["rows"] if (found := documents[""]) else []
     runs = read_random(results, device, commit)
@@ -271,7 +271,7 @@ def _tables(documents: dict[str, Any]) -> list[str]:
 
 
 def write(results: Path, docs: Path, released: tuple[str, str] = ("", "")) -> list[Path]:
-    """Write the page of every device that has results; ``released``: a device, and the commit of its release that has not ended."""
+    """Write the page of every device that has results; ``released``: a device, and the commit of its release under way."""
     written = []
     (docs / "images").mkdir(parents=True, exist_ok=True)
     for device in devices(results):

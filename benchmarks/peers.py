@@ -1,10 +1,10 @@
-"""The peers of RoPE: each turns a call and its sets into one launch a set, or says in a sentence why it cannot.
+"""The peers of RoPE: each turns a call and its sets into one launch for each set, or says in a sentence why it cannot.
 
-A launch returns the query and the key as it leaves them. Each peer is imported from its own public package inside its
-function, so that one that is not installed costs nothing, and gets the angles in the form that it takes, made beforehand.
+A launch returns the rotated query and key. Each peer is imported from its public package inside its function, so that a
+peer that is not installed costs nothing. It gets the angles in the form that it takes, made beforehand.
 """
 
-# ruff: noqa: PLC0415 (a peer is imported where it is used: one that is missing, or slow to import, costs nothing)
+# ruff: noqa: PLC0415 (a peer is imported where it is used: a peer that is missing, or slow to import, costs nothing)
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Peer = Callable[[Call, Sequence[Tensors]], "list[Launch] | str"]
 Rotated = tuple[torch.Tensor, ...]
 Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
-MAX_HEAD_DIM = 256  # flash-attention's and flash-linear-attention's kernels assert it
+MAX_HEAD_DIM = 256  # the kernels of flash-attention and flash-linear-attention assert this limit
 
 
 def private_copy(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with a code object of its own: compilers keep their caches and recompile limits by it."""
+    """The same function with a new code object: compilers keep caches and recompile limits for each code object."""
     if not isinstance(run, types.FunctionType):
         raise TypeError(f"only a plain function can be copied, got {run!r}")
     return types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, run.__defaults__, run.__closure__)
@@ -38,7 +38,7 @@ def private_copy(run: Callable[..., Any]) -> Callable[..., Any]:
 def _with_tables(
     run: Callable[..., Any], sets: Sequence[Tensors], make: Callable[[Table], Sequence[torch.Tensor]]
 ) -> list[Launch]:
-    """A launch a set: ``run`` with the set and what the peer needs of the set's table, made once a table."""
+    """A launch for each set: ``run`` with the set and with the tensors that ``make`` derives from its table, once a table."""
     tables = {id(t.table): t.table for t in sets}
     made = {key: make(table) for key, table in tables.items()}
     return [functools.partial(run, t, *made[id(t.table)]) for t in sets]
@@ -63,9 +63,10 @@ ROTATIONS: dict[bool, Rotate] = {False: halves, True: interleaved}
 
 
 def from_angles(rotate: Rotate) -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]:
-    """TransformerEngine's formula, a function of its own each time: compilers keep their caches by it.
+    """TransformerEngine's formula, as a new function each time: compilers keep a cache for each function.
 
-    Cosine and sine of float32 angles ``[..., R]``, cast to the type of x, and the features that do not rotate appended.
+    It takes cosine and sine of float32 angles ``[..., R]``, casts them to the type of x, rotates the first R features,
+    and appends the other features.
     """
 
     def run(x: torch.Tensor, angles: torch.Tensor, sign: float) -> torch.Tensor:
@@ -81,7 +82,7 @@ def _sign(call: Call) -> float:
 
 
 def _wide(call: Call, table: Table) -> Rotated:
-    """What a formula starts from, an entry a feature: the angles, or cosines and sines of the type of x."""
+    """The tables of a formula, with one entry for each feature: angles, or cosines and sines in the type of x."""
     if call.formula == "TransformerEngine":
         return (per_feature(call, table.freqs),)
     others = (call.head_dim - call.rotary_dim) // 2 if call.rotated == "proportional" else 0
@@ -90,7 +91,7 @@ def _wide(call: Call, table: Table) -> Rotated:
 
 
 def _chosen(call: Call, table: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
-    """The row of each token, to broadcast over heads: [B, S, 1, R], [S, 1, R], [S, 1, 1, R] or [T, 1, R]."""
+    """The table's row for each token, to broadcast over heads: [B, S, 1, R], [S, 1, R], [S, 1, 1, R] or [T, 1, R]."""
     rows = table if ids is None else table[ids]
     return rows[:, None, None] if call.layout == "sbhd" else rows.unsqueeze(-2)
 
@@ -106,12 +107,12 @@ def _span(x: torch.Tensor, width: int, *, last: bool) -> torch.Tensor:
 
 
 def _joined(call: Call, t: Tensors) -> Rotated:
-    """Query and key; as one tensor where they lie side by side."""
+    """Query and key; as one tensor if they are views of a packed qkv."""
     return t.rotated if t.qkv is None else (t.qkv[:, : call.heads + call.key_heads],)
 
 
 def _formula(call: Call, rotated: Rotated, ids: torch.Tensor | None, *tables: torch.Tensor) -> Rotated:
-    """``x * cos + rotate_half(x) * sin``, as transformers or TransformerEngine writes it, the rows chosen first."""
+    """``x * cos + rotate_half(x) * sin`` with the rows chosen first, as written in transformers or in TransformerEngine."""
     rows = [_chosen(call, table, ids) for table in tables]
     rotate, last, width = ROTATIONS[call.interleaved], call.rotated == "last", rows[0].shape[-1]
     out = []
@@ -148,13 +149,13 @@ def _compiled(call: Call, *, any_length: bool) -> Callable[..., Rotated]:
     def rotate(rotated: Rotated, ids: torch.Tensor | None, *tables: torch.Tensor) -> Rotated:
         return _formula(call, rotated, ids, *tables)
 
-    dynamic = None if any_length else False  # None: what has changed between calls
+    dynamic = None if any_length else False  # None: sizes that have changed between calls are dynamic
     return torch.compile(private_copy(rotate), fullgraph=True, dynamic=dynamic)
 
 
 def compiled(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
-    """The same in one ``torch.compile``, for this shape; a model's packed tokens as serving has them, for any number."""
-    same = dataclasses.replace(call, angles="freqs pair")  # its tables are the same whatever ours gets
+    """The formula in one ``torch.compile``, for this shape; for packed tokens as in serving, for any number of tokens."""
+    same = dataclasses.replace(call, angles="freqs pair")  # the tables do not depend on the angles that our call gets
     serving = call.layout == "thd" and call.formula == "transformers"
     if serving:
         same = dataclasses.replace(same, seq=1, sequences=1, rows=1, positions="counted")
@@ -164,7 +165,7 @@ def compiled(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
 def scripted(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
     """TransformerEngine's formula through ``torch.jit.script``; only the angles of packed tokens are gathered outside."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated, and still what users have
+        warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated, but users still have it
         run = torch.jit.script(from_angles(ROTATIONS[call.interleaved]))
 
     def launch(t: Tensors, angles: torch.Tensor) -> Rotated:
@@ -177,7 +178,7 @@ def scripted(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
 
 
 def flash_attention(angles: torch.dtype, call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
-    """Its Triton kernel, once for a query and a key that lie side by side, else for each."""
+    """flash-attention's Triton kernel: one launch if query and key are views of a packed qkv, else one for each."""
     if call.gradient:
         from flash_attn.layers.rotary import apply_rotary_emb as apply
     else:
@@ -187,13 +188,13 @@ def flash_attention(angles: torch.dtype, call: Call, sets: Sequence[Tensors]) ->
         keywords |= {"conjugate": True}
 
     def turned(x: torch.Tensor, t: Tensors, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        if call.positions == "random":  # each token is a sequence of one, at an offset of its own
+        if call.positions == "random":  # each token is a sequence of one token with its own offset
             return apply(x[:, None], cos, sin, t.ids, **keywords)[:, 0]
         if t.cu_seqlens is not None:
             return apply(x, cos, sin, cu_seqlens=t.cu_seqlens, max_seqlen=call.longest, **keywords)
         if call.layout == "thd":
             return apply(x[None], cos, sin, **keywords)[0]
-        if call.layout == "sbhd":  # it knows no order but bshd
+        if call.layout == "sbhd":  # the kernel knows only bshd
             return apply(x.transpose(0, 1), cos, sin, **keywords).transpose(0, 1)
         return apply(x, cos, sin, **keywords)
 
@@ -211,7 +212,7 @@ def _feature_freqs(call: Call, table: Table) -> Rotated:
 
 
 def transformer_engine(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
-    """Its fused CUDA kernel, for query and key in turn."""
+    """TransformerEngine's fused CUDA kernel, for query and key in turn."""
     from transformer_engine.pytorch.attention.rope import FusedRoPEFunc, apply_rotary_pos_emb
 
     keywords = {"tensor_format": call.layout, "interleaved": call.interleaved}
@@ -220,7 +221,7 @@ def transformer_engine(call: Call, sets: Sequence[Tensors]) -> list[Launch] | st
         return tuple(apply_rotary_pos_emb(x, freqs, **keywords, fused=True, cu_seqlens=t.cu_seqlens) for x in t.rotated)
 
     def backward(t: Tensors, freqs: torch.Tensor) -> Rotated:
-        # What autograd would hand to their function, so that the backward kernel is timed alone.
+        # The context that autograd would hand to their function, so that the backward kernel is timed alone.
         context = types.SimpleNamespace(saved_tensors=(freqs, t.cu_seqlens, None), **keywords, cp_size=1, cp_rank=0)
         return tuple(FusedRoPEFunc.backward(context, x)[0] for x in t.rotated)
 
@@ -229,7 +230,7 @@ def transformer_engine(call: Call, sets: Sequence[Tensors]) -> list[Launch] | st
 
 
 def transformer_engine_qkv(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
-    """Its fused kernel for a packed qkv: query, key and value are written anew, from a qkv packed a group at a time."""
+    """TransformerEngine's fused kernel for a qkv packed by groups of heads; it writes new query, key and value tensors."""
     from transformer_engine.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
 
     shape = (call.tokens, 1) if call.positions == "random" else (1, call.tokens)  # batch, sequence
@@ -250,7 +251,7 @@ def transformer_engine_qkv(call: Call, sets: Sequence[Tensors]) -> list[Launch] 
 
 
 def liger(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
-    """Query and key in one Triton kernel, in place."""
+    """Liger-Kernel: query and key in one Triton kernel, in place."""
     from liger_kernel.ops.rope import LigerRopeFunction
 
     def launch(t: Tensors) -> Rotated:
@@ -272,7 +273,7 @@ def flash_linear_attention(call: Call, sets: Sequence[Tensors]) -> list[Launch] 
 
 
 def quack(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
-    """Quack: CuTe DSL, the interface of flash-attention."""
+    """Quack: CuTe DSL, with flash-attention's interface."""
     from quack.rotary import apply_rotary_emb as run
 
     def launch(t: Tensors) -> Rotated:
@@ -285,7 +286,7 @@ def quack(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
 def _by_cache(
     run: Callable[..., object], call: Call, sets: Sequence[Tensors], dtype: torch.dtype
 ) -> list[Launch] | str:
-    """Query and key in one kernel, in place, a row of cosines and sines for each token's id."""
+    """Query and key in one kernel, in place; each token's id chooses a row of cosines and sines."""
 
     def launch(t: Tensors, cache: torch.Tensor) -> Rotated:
         query, key = (x.flatten(-2).flatten(0, -2) for x in t.rotated)  # views [tokens, heads * D], as serving calls it
@@ -305,12 +306,12 @@ def flashinfer(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
 
 
 def vllm(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
-    """The kernel of vLLM, whose layer keeps the cache in the type of the query."""
+    """The kernel of vLLM; vLLM's layer keeps the cache in the type of the query."""
     return _by_cache(importlib.import_module("vllm._custom_ops").rotary_embedding, call, sets, call.dtype)
 
 
 def cpp_extension(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
-    """A plain C++ extension with a CUDA kernel: what such a call costs the host."""
+    """A plain C++ extension with a CUDA kernel, for the host's time of such a call."""
     run = extension.load()
 
     def launch(t: Tensors) -> Launch:
@@ -329,7 +330,7 @@ def cpp_extension(call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
 
 
 def add(_call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
-    """``torch.add``, which is no RoPE: what any call costs."""
+    """``torch.add``, which is no RoPE, for the cost of any call."""
     return [
         functools.partial(lambda x, other: (torch.add(x, other),), t.rotated[0], torch.randn_like(t.rotated[0]))
         for t in sets
@@ -352,7 +353,7 @@ PEERS: dict[str, Peer] = {
     "C++ extension": cpp_extension,
     "torch.add": add,
 }
-Limit = tuple[Callable[[Call], bool], str]  # a call that is beyond it, and what is said of it, formatted with the call
+Limit = tuple[Callable[[Call], bool], str]  # whether a call is beyond the limit; the reason, formatted with the call
 TOO_WIDE: Limit = (
     lambda call: call.head_dim > MAX_HEAD_DIM,
     f"head_dim {{call.head_dim}} is above the {MAX_HEAD_DIM} that it offers",
@@ -368,7 +369,7 @@ FLASH: tuple[Limit, ...] = (
     ),
     TOO_WIDE,
 )
-# What peers are not asked for, whether they are installed or not; the first that holds is said.
+# Calls that a peer is not asked for, installed or not; the first limit that holds gives the reason.
 LIMITS: dict[str, tuple[Limit, ...]] = {
     "torch.jit.script": (
         (lambda call: call.inplace, "a copy after the formula: no faster than out of place, where it is timed"),
@@ -423,7 +424,7 @@ IMPORTED_AS = {  # peer to import name
 
 
 def launches(name: str, call: Call, sets: Sequence[Tensors]) -> list[Launch] | str:
-    """One launch a set, or the reason why there is none: the call, or a package that cannot be imported."""
+    """One launch for each set, or the reason why there is none: the call, or a package that cannot be imported."""
     for beyond, reason in LIMITS.get(name, ()):
         if beyond(call):
             return reason.format(call=call)

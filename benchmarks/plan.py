@@ -1,4 +1,4 @@
-"""The RoPE rows to measure, as data: which call, against whom, and which bar it answers to."""
+"""The RoPE rows to measure, as data: the call, its peers, and the bar that judges it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LARGE = (
     (1, 131072, 8, 128, 128),
 )  # a copy takes over 30 us on an H200
 SMALL = ((1, 128, 32, 128, 128), (64, 1, 32, 128, 128))
-UNTUNED = ((2, 3000, 32, 128, 128), (1, 3000, 40, 128, 128), (2, 4096, 40, 128, 128))  # no problem of the tuner
-STUDIES = (  # batch, sequence, heads, head dimension, rotated features: the calls that were slower than eager there
+UNTUNED = ((2, 3000, 32, 128, 128), (1, 3000, 40, 128, 128), (2, 4096, 40, 128, 128))  # no problems of the tuner
+STUDIES = (  # batch, sequence, heads, head dimension, rotated features: calls of the studies that were slower than eager
     (1, 64, 16, 64, 64),
     (1, 128, 16, 128, 128),
     (1, 32, 8, 256, 256),
@@ -48,9 +48,9 @@ DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PREFILL_TOKENS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 JUDGED_PREFILL = 4096
 
-LIGHT = ("eager PyTorch", "flash-attention", "TransformerEngine")  # nothing to compile or to tune for a shape
+LIGHT = ("eager PyTorch", "flash-attention", "TransformerEngine")  # they neither compile nor tune for a shape
 HEAVY = ("torch.jit.script", "torch.compile", "flash-linear-attention", "quack", "C++ extension")
-SWEPT = ("eager PyTorch", "torch.jit.script", "flash-attention", "TransformerEngine")  # those of the study, and Triton
+SWEPT = ("eager PyTorch", "torch.jit.script", "flash-attention", "TransformerEngine")  # the study's peers, and Triton
 REQUIRED = ("torch.compile", "flash-attention", "TransformerEngine")  # a row without them does not count for the mean
 EVERYONE = (
     "eager PyTorch", "torch.jit.script", "torch.compile", "flash-attention", "flash-attention bf16 angles",
@@ -95,9 +95,9 @@ EVERYDAY = ("eager PyTorch", "torch.add")
 ONE_TOKEN = (1, 1, 32, 128, 128)
 GENERAL = ("torch.compile", "eager PyTorch")
 
-COMPLETE = {"rope-qk", "rope-thd", "rope-prefill", "rope-decode", "rope-calls-host", "rope-features"}  # as models call
+COMPLETE = {"rope-qk", "rope-thd", "rope-prefill", "rope-decode", "rope-calls-host", "rope-features"}  # calls of models
 SUITES: dict[str, Sequence[Row[Call]]] = {
-    # First: what the bars are about.
+    # The rows that the bars judge come first.
     "rope": (
         *(
             Row(
@@ -211,7 +211,7 @@ SUITES: dict[str, Sequence[Row[Call]]] = {
             "GLM-4-9B",
         ),
     ),
-    # Angles of one entry a feature, as TransformerEngine takes them: twice the bytes.
+    # Angles with one entry for each feature, as TransformerEngine takes them: twice the bytes.
     "rope-feature": tuple(
         Row("rope-feature", one(sizes, direction=direction, angles="freqs feature"), None, LIGHT)
         for direction, sizes in itertools.product(DIRECTIONS, (*LARGE, *SMALL))
@@ -233,11 +233,11 @@ def png_path(results: Path, name: str) -> Path:
 
 
 def rows() -> list[Row[Call]]:
-    """The plan."""
+    """All rows of the plan, in the order of the suites."""
     return [row for suite in SUITES.values() for row in suite]
 
 
 def quick(plan: Sequence[Row[Call]]) -> list[Row[Call]]:
-    """Of one tensor on the device bshd alone, and no peer that needs time for a shape."""
+    """Of rows of one tensor on the device only those in bshd, and no peer that compiles or tunes for each shape."""
     kept = (r for r in plan if r.kind == "host" or r.call.layout == "bshd" or r.suite in COMPLETE)
     return [dataclasses.replace(row, peers=tuple(p for p in row.peers if p not in HEAVY)) for row in kept]

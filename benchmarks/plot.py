@@ -22,11 +22,11 @@ STYLES: dict[str, dict[str, Any]] = {
     "TransformerEngine": {"color": "#009e73", "marker": "^"},
     "torch.jit.script": {"color": "#cc79a7", "marker": "v"},
     "eager PyTorch": {"color": "#d55e00", "marker": "D"},
-}  # Okabe and Ito's colours, told apart by colour-blind readers
+}  # Okabe and Ito's colours, which colour-blind readers can tell apart
 
 
 def draw(axes: Axes, rows: Sequence[dict[str, Any]], title: str) -> None:
-    """One panel: a line a name, over the sequence lengths at which it has a time."""
+    """One panel: a line for each name, over the sequence lengths at which it has a time."""
     for name, style in STYLES.items():
         times = [(r["sizes"]["seq"], {"this project": r["ours"], "copy floor": r["floor"], **r["peers"]}) for r in rows]
         points = sorted((seq, us[name]) for seq, us in times if name in us)
@@ -40,7 +40,7 @@ def draw(axes: Axes, rows: Sequence[dict[str, Any]], title: str) -> None:
 
 
 def plot(path: Path) -> list[Path]:
-    """A PNG a model of the sweep, with a panel a direction. A model without rows gives none."""
+    """A PNG for each model of the sweep, with a panel for each direction. A model without rows gives none."""
     results = json.loads(path.read_text())
     sweep = [row for row in results["rows"] if row["suite"] == "rope-sweep"]
     written = []

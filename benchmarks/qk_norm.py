@@ -1,10 +1,11 @@
 """RMSNorm of queries and keys with RoPE, against bars and peers: python -m benchmarks.qk_norm [--seconds 50] [--seed N] [--out FILE] [--dry].
 
-Models' sizes at three lengths, forward and with the gradients of both tensors and both weights; decode in place by position; the
-host's time of a call; random calls. Each beside a copy of the bytes that must move (the gradient moves 1.5 times as much as the
-forward), the model's own code as it is and compiled, our rotation without the norm, and what is installed of vLLM, SGLang,
-FlashInfer and Liger-Kernel; decode behind a kernel that is none of its like. Nothing is timed that was not held against float64
-just before. ``--dry`` runs all of it, tiny, on a CPU, without a clock. The exit code is 1 where something cannot be measured; a bar that is missed is told in the table.
+The rows are: models' sizes at three lengths, forward and with the gradients of both tensors and both weights; decode in
+place by position; the host's time of a call; random calls. They are timed beside a copy of the bytes that must move
+(the gradient moves 1.5 times as much as the forward), the model's code (eager and compiled), our rotation without the
+norm, and, if they are installed, vLLM, SGLang, FlashInfer and Liger-Kernel. Decode is timed behind a foreign kernel.
+Each result is compared with float64 just before it is timed. ``--dry`` runs everything, tiny, on a CPU, without a
+clock. The exit code is 1 where something cannot be measured; the table tells which bars are missed.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from tuned.lookup.record import device_slug
 
 Launch = Callable[[], Any]
 Timer = Callable[[Sequence[Launch], int], float]
-Judge = Callable[[dict[str, Any]], dict[str, tuple[float, float]]]  # what is asked of a row: each ratio, and its bar
+Judge = Callable[[dict[str, Any]], dict[str, tuple[float, float]]]  # row -> each ratio that has a bar -> (ratio, bar)
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What is asked of one layer."""
+    """The heads and the norm of one layer."""
 
     name: str
     heads: int
@@ -48,7 +49,7 @@ class Model:
     zero_centered: bool = False
 
     def bytes_of(self, tokens: int) -> int:
-        """Of both tensors in bfloat16."""
+        """Bytes of query and key in bfloat16."""
         return 2 * tokens * (self.heads + self.key_heads) * self.dim
 
 
@@ -62,7 +63,7 @@ MODELS = (
 )
 LENGTHS = (4096, 32768, 131072)
 DECODES = (1, 16, 64, 512)
-# Compiling takes longer than measuring: each model's forward, and two models' gradients, at the first of the lengths.
+# Compiling takes longer than measuring: at the first length each model's forward is compiled, and two models' gradients.
 COMPILED_TRAINING = ("Qwen3 8B", "OLMo 2 32B")
 BARS = {
     "forward": 1.06,
@@ -72,11 +73,11 @@ BARS = {
     "host": 1.2,
     "random": 1.05,
 }
-BACKWARD_BYTES = 1.5  # of the forward's: the result's gradient and the input read, the input's gradient written
+BACKWARD_BYTES = 1.5  # times the forward's: the result's gradient and the input read, the input's gradient written
 EPS, ROWS, LOOKED_AT = 1e-6, 4096, 64
 RANDOM_CALLS = 100
-SIZES = ((32, 8, 128), (16, 2, 128), (8, 4, 256), (12, 12, 64), (28, 4, 128), (24, 8, 96))  # that random calls are of
-ERROR = 8.0  # of the largest value times the dtype's epsilon: models' own code rounds in between
+SIZES = ((32, 8, 128), (16, 2, 128), (8, 4, 256), (12, 12, 64), (28, 4, 128), (24, 8, 96))  # of random calls
+ERROR = 8.0  # times the largest value times the dtype's epsilon: models' code rounds intermediate results
 
 
 @dataclasses.dataclass
@@ -85,7 +86,7 @@ class Layer:
 
     q: torch.Tensor  # [tokens, heads, dim]
     k: torch.Tensor
-    qkv: torch.Tensor | None  # that both are views of, in decode
+    qkv: torch.Tensor | None  # in decode q and k are views of it
     weights: tuple[torch.Tensor, torch.Tensor]
     cache: torch.Tensor  # [rows, dim], cosines, then sines
     ids: torch.Tensor | None
@@ -103,7 +104,7 @@ class Layer:
 
 
 def make(model: Model, tokens: int, device: str, *, packed: bool = False) -> Layer:
-    """A set of its own; weights as trained ones are, near 1."""
+    """A fresh set; weights near 1 (or 0 if zero-centered), like trained ones."""
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16)
@@ -128,7 +129,7 @@ def make(model: Model, tokens: int, device: str, *, packed: bool = False) -> Lay
 
 
 def ours(model: Model, t: Layer, *, inplace: bool = False) -> Any:
-    """One call. Out of place the table's rows are those of the tokens in order."""
+    """One call of this project. Out of place, the table's rows are those of the tokens in order."""
     named: dict[str, Any] = {"norm": model.norm, "zero_centered": model.zero_centered, "eps": EPS, "inplace": inplace}
     if t.ids is not None:
         return qk_norm_rope(t.q, t.k, *t.weights, cos_sin_cache=t.cache, positions=t.ids, tensor_format="thd", **named)
@@ -136,7 +137,7 @@ def ours(model: Model, t: Layer, *, inplace: bool = False) -> Any:
 
 
 def rotation(t: Layer, *, inplace: bool = False) -> Any:
-    """Ours without the norm."""
+    """This project's rotation without the norm."""
     if t.ids is not None:
         return rope_qk(t.q, t.k, cos_sin_cache=t.cache, positions=t.ids, tensor_format="thd", inplace=inplace)
     return rope_qk(t.q[None], t.k[None], cos_sin_cache=t.cache, inplace=inplace)
@@ -146,7 +147,7 @@ def own(  # noqa: PLR0913 - what a layer has
     q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     norm: str, zero_centered: bool,  # noqa: FBT001
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """As transformers' modules write it: the norm in float32, its result cast; the rotation in the dtype of q."""
+    """The code of transformers' modules: the norm in float32, its result cast; the rotation in the dtype of q."""
     found = []
     for x, weight in ((q, q_weight), (k, k_weight)):
         wide = x.flatten(-2).float() if norm == "all" else x.float()
@@ -160,13 +161,13 @@ def own(  # noqa: PLR0913 - what a layer has
 
 
 def own_of(run: Callable[..., Any], model: Model, t: Layer, *, inplace: bool = False) -> Any:
-    """The model's own code on a set; in decode the rows are chosen and the results written back, as a layer does."""
+    """The model's code on a set; in decode it chooses the angles' rows and writes the results back, as a layer does."""
     out = run(*t.both, *t.weights, *t.angles(), model.norm, model.zero_centered)
     return [a.copy_(b) for a, b in zip(t.both, out, strict=True)] if inplace else out
 
 
 def exact(model: Model, t: Layer) -> list[torch.Tensor]:
-    """The first and last tokens of both results, in float64."""
+    """The right results in float64 for the first and the last tokens of both tensors."""
     at = looked_at(len(t.q), t.q.device)
     cos, sin = (a[at].double() for a in t.angles())
     found = []
@@ -181,16 +182,16 @@ def exact(model: Model, t: Layer) -> list[torch.Tensor]:
 
 
 def looked_at(tokens: int, device: torch.device) -> torch.Tensor:
-    """The first and the last tokens."""
+    """The indices of the first and the last tokens, which are checked."""
     count = min(tokens, LOOKED_AT)
     return torch.cat((torch.arange(count, device=device), torch.arange(tokens - count, tokens, device=device)))
 
 
 def check(model: Model, t: Layer, launch: Launch) -> None:
-    """Hold what a launch gives against float64.
+    """Compare the results of a launch with float64.
 
     Raises:
-        WrongResultError: it is further off than roundings in between make it.
+        WrongResultError: the error is larger than intermediate roundings make it.
     """
     wanted = exact(model, t)  # before the launch: it may overwrite
     for found, right in zip(launch(), wanted, strict=True):
@@ -205,7 +206,7 @@ def check(model: Model, t: Layer, launch: Launch) -> None:
 
 
 def vllm(model: Model, t: Layer) -> Launch:
-    """The one kernel of vLLM, on the packed qkv."""
+    """The fused kernel of vLLM, on the packed qkv."""
     run = importlib.import_module("vllm._custom_ops").fused_qk_norm_rope
     assert t.qkv is not None
     flat, cache = t.qkv.view(len(t.q), -1), t.cache.to(t.q.dtype)
@@ -234,7 +235,7 @@ def flashinfer(model: Model, t: Layer) -> Launch:
 
 
 def liger(model: Model, t: Layer) -> Launch:
-    """Liger's norm of each tensor, then our rotation: its own takes no positions."""
+    """Liger's norm of each tensor, then our rotation: Liger's rotation takes no positions."""
     function = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
 
     def launch() -> Any:
@@ -249,7 +250,7 @@ def liger(model: Model, t: Layer) -> Launch:
 
 
 def sglang(model: Model, t: Layer) -> Launch:
-    """The one kernel of SGLang, in place on views of one qkv; its weight is never 1 + w."""
+    """SGLang's fused kernel, in place on views of one qkv; it has no norm with weight 1 + w."""
     run = importlib.import_module("sglang.jit_kernel.diffusion.qknorm_rope").fused_inplace_qknorm_rope
 
     def launch() -> Any:
@@ -280,15 +281,15 @@ class Bench:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of rows with all of a sequence."""
+        """Tokens of the rows that rotate a whole sequence."""
         return (5,) if self.dry else LENGTHS
 
     def count(self, touched_bytes: int) -> int:
-        """Sets of tensors, so that none is in the L2 when its turn comes."""
+        """How many sets of tensors are needed so that none is in the L2 when its turn comes."""
         return 1 if self.dry else clock.set_count(touched_bytes)
 
     def us(self, launches: Sequence[Launch], touched_bytes: int) -> float:
-        """Device time of one; in a dry run each is run once."""
+        """Device time of one launch; in a dry run each is run once."""
         if self.dry:
             for launch in launches:
                 launch()
@@ -296,10 +297,10 @@ class Bench:
         return clock.cold(launches, touched_bytes).median_us
 
     def behind_us(self, launches: Sequence[Launch], touched_bytes: int) -> float:
-        """Device time of one behind a kernel that is none of its like, without the time of that.
+        """Device time of one launch behind a foreign kernel, without the time of the foreign kernel.
 
-        A kernel of a few microseconds gains half a microsecond behind its like, if that lets it begin early, as few kernels of a
-        model do: docs/decisions/0051.
+        Behind a kernel of its own kind, a kernel of a few microseconds gains half a microsecond, if that kernel lets it
+        begin early. Few kernels of a model do so: docs/decisions/0051.
         """
         ones, result = (torch.ones(FOREIGN_ELEMENTS, device=self.device) for _ in range(2))
         foreign = functools.partial(torch.neg, ones, out=result)
@@ -308,25 +309,25 @@ class Bench:
         return max(both - alone, LEAST_US)
 
     def host_us(self, launch: Launch) -> float:
-        """The host's time of one."""
+        """The host's time of one launch."""
         if self.dry:
             launch()
             return 1.0
         return clock.host(launch).median_us
 
     def compiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A function by torch.compile, of shapes that it is told."""
+        """A function compiled by torch.compile for static shapes."""
         torch.compiler.reset()
         return torch.compile(run, dynamic=False, backend="eager" if self.dry else "inductor")
 
 
 def _in_turn(*launches: Launch) -> Any:
-    """Run some launches; returns what the last one gave."""
+    """Run some launches in turn, and return the result of the last."""
     return [launch() for launch in launches][-1]
 
 
 def attempt(row: dict[str, Any], name: str, measure: Callable[[], float]) -> None:
-    """A peer's time, or why there is none; a peer may fail in any way it likes."""
+    """Put a peer's time into the row, or the reason why there is none; a peer may raise anything."""
     try:
         row[name] = measure()
     except Exception as error:  # noqa: BLE001 (foreign code: whatever it raises is the reason)
@@ -334,12 +335,12 @@ def attempt(row: dict[str, Any], name: str, measure: Callable[[], float]) -> Non
 
 
 def copy_us(bench: Bench, sets: Sequence[Layer], timed: Timer | None = None) -> float:
-    """A copy of both tensors, read once and written once: the floor of a forward."""
+    """Microseconds of a copy of both tensors, read once and written once: the floor of a forward."""
     return moved_us(bench, sum(x.numel() for x in sets[0].both), timed)
 
 
 def moved_us(bench: Bench, elements: int, timed: Timer | None = None) -> float:
-    """A copy of so many elements of bfloat16, read once and written once."""
+    """Microseconds of a copy of so many bfloat16 elements, read once and written once."""
     nbytes = 2 * 2 * elements
     pairs = [
         [torch.randn(elements, device=bench.device).bfloat16() for _ in range(2)] for _ in range(bench.count(nbytes))
@@ -351,7 +352,7 @@ def moved_us(bench: Bench, elements: int, timed: Timer | None = None) -> float:
 
 
 def _grads(run: Callable[[Layer], Any], t: Layer, grads: Sequence[torch.Tensor]) -> Any:
-    """A forward and all gradients; the leaves are made in it, so that none is of another stream where it is captured."""
+    """A forward and all gradients; it makes the leaves itself, so that under capture none belongs to another stream."""
     q, k, q_weight, k_weight = (x.detach().requires_grad_() for x in (*t.both, *t.weights))
     outs = run(dataclasses.replace(t, q=q, k=k, weights=(q_weight, k_weight)))
     shaped = [g.view(o.shape) for g, o in zip(grads, outs, strict=True)]
@@ -386,7 +387,7 @@ def whole_row(bench: Bench, model: Model, tokens: int, *, training: bool) -> dic
 
 
 def decode_row(bench: Bench, model: Model, tokens: int) -> dict[str, Any]:
-    """A few tokens in place by their positions, the query and the key parts of one qkv."""
+    """A few tokens in place by their positions; query and key are views of one qkv."""
     touched = 2 * model.bytes_of(tokens)
     row: dict[str, Any] = {"kind": "decode", "model": model.name, "tokens": tokens}
     with torch.no_grad():
@@ -428,7 +429,7 @@ def _by_ids(run: Callable[..., Any], model: Model, t: Layer) -> Any:
 
 
 def host_row(bench: Bench, model: Model) -> dict[str, Any]:
-    """The host's time of a call of known shape, with the norm and without."""
+    """The host's time of a repeated call (its plan is cached), with the norm and without."""
     t = make(model, 1, bench.device, packed=True)
     named: dict[str, Any] = {
         "cos_sin_cache": t.cache, "positions": t.ids, "tensor_format": "thd", "inplace": True,
@@ -444,7 +445,7 @@ def host_row(bench: Bench, model: Model) -> dict[str, Any]:
 
 
 def random_row(bench: Bench, draw: random.Random) -> dict[str, Any]:
-    """A forward of random length, beside what it replaces: the model's own code, and PyTorch's norm with our rotation."""
+    """A forward of random length, beside what it replaces: the model's code, and PyTorch's norm with our rotation."""
     heads, key_heads, dim = draw.choice(SIZES)
     model = Model("random", heads, key_heads, dim, draw.choice(("head", "head", "all")))
     tokens = 3 if bench.dry else round(math.exp(draw.uniform(0.0, math.log(65536))))
@@ -472,13 +473,13 @@ def random_row(bench: Bench, draw: random.Random) -> dict[str, Any]:
     return row
 
 
-# What is told -----------------------------------------------------------------------------------------------------------
+# Reports ----------------------------------------------------------------------------------------------------------------
 
 KNOWN = {"kind", "model", "tokens", "refusals", "ours", "floor", "our rotation"}
 
 
 def ratios(row: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """What is asked of a row: each ratio, and its bar."""
+    """Each ratio of a row that has a bar -> (ratio, bar)."""
     kind, peers = row["kind"], {n: us for n, us in row.items() if n not in KNOWN}
     if kind in ("forward", "with backward"):
         return {"floor": (row["ours"] / row["floor"], BARS[kind])}
@@ -506,7 +507,7 @@ def line(row: dict[str, Any], asked: Ratios = ratios) -> str:
 
 
 def summary(rows: Sequence[dict[str, Any]], asked: Ratios = ratios) -> str:
-    """For each bar how many rows meet it, and the worst."""
+    """For each bar, how many rows meet it, and the worst ratio."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         for of, pair in asked(row).items():
@@ -552,7 +553,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write(name: str, out: Path | None, content: dict[str, Any], packages: dict[str, str], *, dry: bool) -> None:
-    """Write what was measured, by default to the results of this device; of a dry run only where a path is given."""
+    """Write the results, by default to this device's file; those of a dry run only if a path is given."""
     if out is None and not dry:
         out = session.RESULTS / name / f"{device_slug(torch.cuda.get_device_name())}.json"
     if out is not None:
@@ -564,7 +565,7 @@ def write(name: str, out: Path | None, content: dict[str, Any], packages: dict[s
 def measured(
     todo: Sequence[tuple[str, Callable[[], dict[str, Any]]]], seconds: float = math.inf, asked: Ratios = ratios
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The rows, begun until the seconds are over, and why others are none."""
+    """The rows that could be measured, and why others could not; no row is begun after ``seconds``."""
     rows, failed, end = list[dict[str, Any]](), dict[str, str](), time.monotonic() + seconds
     for number, (name, measure) in enumerate(todo):
         if time.monotonic() > end:

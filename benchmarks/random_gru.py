@@ -1,9 +1,10 @@
 """GRUs of random shapes against torch.nn.GRU: python -m benchmarks.random_gru [--seconds 60] [--shapes 200] [--seed N] [--out FILE].
 
-Each shape is drawn log-uniform, not rounded: 16 to 2000 steps, a batch of 1 to 512, 32 to 2048 units, one to three layers,
-one or both ways, bfloat16 or float32 (TF32), one in six as a PackedSequence. The same weights and inputs are run by both,
-in turns, as calls (wall time, synchronized) and in CUDA graphs (device time; PackedSequence as calls only). No shape was
-seen by tuning; the seed is new for each run, and printed. Kernels are compiled before, for at most half as long as is measured.
+Each shape is drawn log-uniform, not rounded: 16 to 2000 steps, a batch of 1 to 512, 32 to 2048 units, one to three
+layers, one or both directions, bfloat16 or float32 (TF32), one in six as a PackedSequence. Both modules run the same
+weights and inputs, in turns, as calls (wall time, synchronized) and in CUDA graphs (device time; PackedSequence as
+calls only). Tuning has seen none of the shapes; the seed is new for each run, and printed. Kernels are compiled before,
+for at most half as long as is measured.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from benchmarks.record import environment  # of the device and the packages
 from benchmarks.verify import INTERRUPTED
 from generator.disk import write_whole
 
-SHAPES = 200  # that its bar asks for
+SHAPES = 200  # that the bar asks for
 MOST_ELEMENTS = 2**27  # of gates, for each direction
-TIMES = 5  # of each, in turns; the median counts
-AGAIN = 5  # measurements of a row that counts against the bar
+TIMES = 5  # timings of each module, in turns; the median counts
+AGAIN = 5  # times as many timings for a row that would miss the bar
 LEAST_RATIO = 0.98
-ALLOWED_US = 1.0  # by which a call may be slower
+ALLOWED_US = 1.0  # a call may be slower by this much
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A GRU and its input, whose width is that of its state."""
+    """A GRU and its input, which is as wide as the state."""
 
     steps: int
     batch: int
@@ -52,7 +53,7 @@ class Shape:
 
 
 def drawn(draw: random.Random) -> Shape:
-    """A shape that fits into memory many times."""
+    """A random shape whose tensors fit into memory many times."""
 
     def between(least: int, most: int) -> int:
         return round(math.exp(draw.uniform(math.log(least), math.log(most))))
@@ -72,7 +73,7 @@ def drawn(draw: random.Random) -> Shape:
 
 
 def call_us(run: Any) -> float:
-    """Wall time of one call, with what it leaves to the device."""
+    """Wall time of one call, until the device has finished it."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     run()
@@ -104,7 +105,7 @@ def graph_us(graph: Any) -> float:
 
 
 def in_turns(one: Any, other: Any, clock: Any) -> tuple[float, float]:
-    """Medians of two, measured in turns after a warm-up each; where the second seems slower, of five times as many turns."""
+    """Medians of two calls, timed in turns after a warm-up; if the second seems slower, over five times as many turns."""
     clock(one), clock(other)
     times: list[tuple[float, float]] = []
     for count in (TIMES, (AGAIN - 1) * TIMES):
@@ -116,13 +117,13 @@ def in_turns(one: Any, other: Any, clock: Any) -> tuple[float, float]:
 
 
 def module_of(kind: Any, shape: Shape) -> Any:
-    """A GRU of such a shape, of ``torch.nn`` or ours."""
+    """A GRU of a shape; ``kind`` is torch.nn.GRU or tuned.nn.GRU."""
     made: dict[str, Any] = {"num_layers": shape.layers, "bidirectional": shape.bidirectional}
     return kind(shape.hidden, shape.hidden, **made, device="cuda", dtype=getattr(torch, shape.dtype))
 
 
 def input_of(shape: Shape) -> Any:
-    """Random numbers, as a PackedSequence of lengths from all steps to half of them where that is asked."""
+    """Random input; for a packed shape a PackedSequence with lengths from all steps down to half."""
     dtype = getattr(torch, shape.dtype)
     x: Any = torch.randn(shape.steps, shape.batch, shape.hidden, device="cuda", dtype=dtype)
     if shape.packed:
@@ -132,7 +133,7 @@ def input_of(shape: Shape) -> Any:
 
 
 def served(shape: Shape) -> None:
-    """Ours of one shape, as a call and in a graph, so that its kernels are compiled."""
+    """Run our module for one shape, as a call and in a graph, so that its kernels are compiled."""
     ours, x = module_of(tuned.nn.GRU, shape), input_of(shape)
     with torch.no_grad():
         ours(x)
@@ -141,7 +142,7 @@ def served(shape: Shape) -> None:
 
 
 def compared(shape: Shape) -> dict[str, Any]:
-    """Both of one shape: microseconds as a call and in a graph, what served, and how far results are apart."""
+    """Both modules for one shape: microseconds as a call and in a graph, the rule that served, the difference of results."""
     theirs, ours, x = module_of(torch.nn.GRU, shape), module_of(tuned.nn.GRU, shape), input_of(shape)
     ours.load_state_dict(theirs.state_dict())
     theirs.flatten_parameters()
@@ -157,7 +158,7 @@ def compared(shape: Shape) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]], theirs: str) -> str:
-    """Share served by kernels, geometric means, and every row below the bar."""
+    """Share served by kernels, geometric means, and the worst rows below the bar."""
     lines = []
     for what, more in (("", ALLOWED_US), ("_graph", 0.0)):
         both = [(r, r[f"theirs{what}_us"], r[f"ours{what}_us"]) for r in rows if f"ours{what}_us" in r]
@@ -178,10 +179,10 @@ def summary(rows: list[dict[str, Any]], theirs: str) -> str:
 
 @contextlib.contextmanager
 def kept(path: Path | None, content: dict[str, Any], told: Callable[[Any], str]) -> Iterator[None]:
-    """Tell of the rows of the content and write it, with the environment, however the measuring ends.
+    """Print a summary of the content's rows and write the content, with the environment, however the measuring ends.
 
-    Of a run that Ctrl-C, SIGTERM or an error cut, the file has ``"cut": true``. After the first two the exit code is 130. No
-    path: nothing is written.
+    If Ctrl-C, SIGTERM or an error cut the run, the file has ``"cut": true``; after the first two the exit code is 130.
+    Without a path nothing is written.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     whole = content | {"environment": environment({}), "cut": True}
@@ -200,7 +201,7 @@ def kept(path: Path | None, content: dict[str, Any], told: Callable[[Any], str])
 
 
 def options_of(about: str | None, shapes: int = SHAPES) -> argparse.Namespace:
-    """The options of a benchmark of so many random calls; its seed is new if none is given, and printed."""
+    """The options of a benchmark of random calls; without --seed the seed is new. The seed is printed."""
     parser = argparse.ArgumentParser(description=(about or "").partition(":")[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="of measuring random shapes")
     parser.add_argument("--shapes", type=int, default=shapes, help="compiled ahead, and measured at most: %(default)s")
@@ -216,7 +217,7 @@ def options_of(about: str | None, shapes: int = SHAPES) -> argparse.Namespace:
 
 
 def measure(rows: list[dict[str, Any]], options: argparse.Namespace, draw: Any, serve: Any, compare: Any) -> None:
-    """Compile the shapes that ``draw`` gives, then measure them until the time is over. Where nothing compares there is no row."""
+    """Compile the shapes that ``draw`` gives, then measure them until the time is over. Without a peer there is no row."""
     chance = random.Random(options.seed)  # noqa: S311 - shapes, no secrets
     shapes = [draw(chance) for _ in range(options.shapes)]
     print(ahead.compile_ahead(shapes, serve, ahead.processes_here(), options.seconds / 2), flush=True)
@@ -229,7 +230,7 @@ def measure(rows: list[dict[str, Any]], options: argparse.Namespace, draw: Any, 
 
 
 def run(about: str | None, draw: Any, serve: Any, compare: Any, told: Any, shapes: int = SHAPES) -> None:  # noqa: PLR0913
-    """A benchmark of so many random calls: its options, what is told of its rows, and the file of them."""
+    """Run a benchmark of random calls: read its options, measure, print the summary, write the file."""
     options = options_of(about, shapes)
     rows: list[dict[str, Any]] = []
     with kept(options.out, {"seed": options.seed, "rows": rows}, told), torch.no_grad():

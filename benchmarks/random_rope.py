@@ -1,9 +1,10 @@
 """RoPE of random shapes against flash-attention and Liger: python -m benchmarks.random_rope [--seconds 60] [--shapes 300] [--seed N] [--out FILE].
 
-Each call is drawn log-uniform, not rounded: 1 to 65,536 tokens in all layouts, 1 to 64 heads, a key with fewer or none, 16 to 256
-features of which all or some rotate, by halves or interleaved, in place or not, forward or backward, bfloat16 or float32. Each is
-held against the formula in float64, then timed in turns with every peer that takes it: in a CUDA graph of 20 calls and more, over sets that fill the L2
-twice, or 64 sets, and as a call, on the wall clock. The floor is the time of a copy, scaled to the bytes that must move.
+Each call is drawn log-uniform, not rounded: 1 to 65,536 tokens in all layouts, 1 to 64 heads, no key or one with at
+most as many, 16 to 256 features of which all or some rotate, by halves or interleaved, in place or not, forward or
+backward, bfloat16 or float32. Each result is compared with the formula in float64. The call is then timed in turns with
+every peer that takes it: in a CUDA graph of at least 20 calls, over sets that fill the L2 twice, or 64 sets; and as a
+call, on the wall clock. The floor is the time of a copy, scaled to the bytes that must move.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from benchmarks.random_gru import AGAIN, TIMES, call_us, captured, graph_us, run
 from benchmarks.rope import OUR_ERROR, PEER_ERROR, attempt, check
 
 PEERS = ("flash-attention", "Liger-Kernel")
-SHAPES = 300  # that its bar asks for
+SHAPES = 300  # that the bar asks for
 MOST_ELEMENTS = 2**27  # of query and key
-LARGE_US = 30.0  # from which on the floor is judged
-SLOWER, FLOOR = 1.05, 1.05  # bars: of the best peer's time, and of the floor's
+LARGE_US = 30.0  # calls that take longer are judged by the floor
+SLOWER, FLOOR = 1.05, 1.05  # bars: times the best peer's time, and times the floor
 LAYOUTS: tuple[Layout, ...] = ("bshd", "sbhd", "thd")
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward", "forward", "backward")
-CALLS = 20  # of one reading of the wall clock
-LEAST = 20  # calls of a graph: the start of a graph of two was a microsecond of each
+CALLS = 20  # calls for each reading of the wall clock
+LEAST = 20  # calls of a graph at least: with two, starting the graph added a microsecond to each
 
 
 def drawn(draw: random.Random) -> Call:
-    """A call that fits into memory many times."""
+    """A random call whose tensors fit into memory many times."""
 
     def between(least: int, most: int) -> int:
         return round(math.exp(draw.uniform(math.log(least), math.log(most))))
@@ -75,7 +76,7 @@ def _looped(launches: Sequence[Launch], count: int) -> Launch:
 
 
 def in_rounds(timed: dict[str, Any], clock_us: Any, ours: str) -> dict[str, float]:
-    """The median of each, all in turns; where another is faster than ours, of five times as many rounds."""
+    """The median time of each, timed in turns; if a peer is faster than ours, over five times as many rounds."""
     for one in timed.values():
         clock_us(one)
     times: dict[str, list[float]] = {name: [] for name in timed}
@@ -91,7 +92,7 @@ def in_rounds(timed: dict[str, Any], clock_us: Any, ours: str) -> dict[str, floa
 
 
 def served(call: Call) -> None:
-    """Ours and each peer's of one call, so that their kernels are compiled."""
+    """Run one call by ours and by each peer, so that their kernels are compiled."""
     sets = calls.make_tensors(call, 1, "cuda")
     calls.ours(call, sets)[0]()
 
@@ -138,7 +139,7 @@ def compared(call: Call, device: str = "cuda", peers: Sequence[str] = PEERS) -> 
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """What the bars ask for, and every row that misses one."""
+    """The ratios that the bars judge, and the worst rows that miss a bar."""
     lines = []
     for which in ("graph_us", "call_us"):
         ratios = [(r[which]["ours"] / min(us for name, us in r[which].items() if name != "ours"), r) for r in rows]

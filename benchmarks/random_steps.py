@@ -1,9 +1,10 @@
 """GRU steps and linears over segments, of random shapes, against PyTorch's: python -m benchmarks.random_steps [--seconds 60] [--shapes 240] [--seed N].
 
-Shapes are drawn log-uniform, not rounded. A step: 1 to 1024 rows, 32 to 2048 inputs and as many units, by torch.nn.GRUCell and by
-tuned.nn.GRUCell. A linear: 1 to 1024 rows of two or three segments of 16 to 1024 features, 16 to 8192 outputs, by
-torch.nn.functional.linear of their torch.cat and by tuned.dispatch.linear_cat. bfloat16 and float32, as torch multiplies it by
-default. The rest is as in benchmarks.random_gru; each measurement is of 20 calls.
+Shapes are drawn log-uniform, not rounded. A step has 1 to 1024 rows, 32 to 2048 inputs and 32 to 2048 units, and runs
+by torch.nn.GRUCell and by tuned.nn.GRUCell. A linear has 1 to 1024 rows of two or three segments of 16 to 1024
+features, and 16 to 8192 outputs, and runs by torch.nn.functional.linear of their torch.cat and by
+tuned.dispatch.linear_cat. Dtypes are bfloat16, and float32 with torch's default precision of products. The rest is as
+in benchmarks.random_gru; each measurement is of 20 calls.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SHAPES = 240  # of both kinds, so that 100 of each are among them
 
 
 def drawn(draw: random.Random) -> dict[str, Any]:
-    """A step or a linear, in turns of chance."""
+    """A step or a linear, chosen at random."""
 
     def between(least: int, most: int) -> int:
         return round(math.exp(draw.uniform(math.log(least), math.log(most))))
@@ -37,7 +38,7 @@ def drawn(draw: random.Random) -> dict[str, Any]:
 
 
 def both(shape: dict[str, Any]) -> tuple[Any, Any, str]:
-    """PyTorch's call, ours, and the rule by which ours is served."""
+    """PyTorch's call, our call, and the rule that serves our call."""
     made: dict[str, Any] = {"device": "cuda", "dtype": getattr(torch, shape["dtype"])}
     rows, inputs, outputs = shape["rows"], shape["inputs"], shape["outputs"]
     xs = tuple(torch.randn(rows, width, **made) for width in inputs)
@@ -53,7 +54,7 @@ def both(shape: dict[str, Any]) -> tuple[Any, Any, str]:
 
 
 def repeated(call: Any) -> Any:
-    """So many calls, that a clock's own time does not count."""
+    """CALLS calls in one function, so that the clock's overhead does not count."""
 
     def calls() -> None:
         for _ in range(CALLS):
@@ -63,7 +64,7 @@ def repeated(call: Any) -> Any:
 
 
 def served(shape: dict[str, Any]) -> None:
-    """Ours of one shape, as a call and in a graph, so that its kernels are compiled."""
+    """Run our call for one shape, as a call and in a graph, so that its kernels are compiled."""
     with torch.no_grad():
         _, ours, _ = both(shape)
         ours()
@@ -71,7 +72,7 @@ def served(shape: dict[str, Any]) -> None:
 
 
 def compared(shape: dict[str, Any]) -> dict[str, Any]:
-    """Both of one shape: microseconds as a call and in a graph, what served, and how far results are apart."""
+    """Both calls for one shape: microseconds as a call and in a graph, the rule that served, the difference of results."""
     theirs, ours, rule = both(shape)
     apart = float((theirs().float() - ours().float()).abs().max())
     one, other = repeated(theirs), repeated(ours)
@@ -83,7 +84,7 @@ def compared(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def told(rows: list[dict[str, Any]]) -> str:
-    """A summary for steps and for linears of each dtype."""
+    """A summary for each kind (step or linear) and dtype."""
     lines = []
     for kind, dtype in sorted({(row["kind"], row["dtype"]) for row in rows}):
         alike = [row for row in rows if (row["kind"], row["dtype"]) == (kind, dtype)]

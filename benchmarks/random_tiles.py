@@ -1,8 +1,9 @@
-"""What the default tile leaves to the best one of RoPE calls of random shapes: python -m benchmarks.random_tiles [FILE ...].
+"""How much slower the default tile is than the best, on RoPE calls of random shapes: python -m benchmarks.random_tiles [FILE ...].
 
-Of each call tiles were timed in CUDA graphs, with one cache hint, beside the peers that take the call: on an H200 all legal ones,
-without a dependent launch (docs/decisions/0052), on an H100 those that the rule likes best, with one and without it (0074). The rule by
-which a default is chosen was fitted to them, but for those that were picked, since they are slow, afterwards (0075). No GPU is needed.
+Several tiles of each call were timed in CUDA graphs, with one cache hint, beside the peers that take the call: on an
+H200 all legal tiles, without dependent launch (docs/decisions/0052); on an H100 the tiles that the rule likes best,
+with and without it (0074). The rule that chooses the default was fitted to these calls, except to those that were
+picked afterwards because they are slow (0075). No GPU is needed.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ SHOWN = 10
 
 
 def rows_of(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """The calls of some files: spec, size, times of peers, and tiles as [tokens, heads, warps, microseconds], some launched dependently too."""
+    """The calls of some files: spec, size, times of peers, and tiles as [tokens, heads, warps, microseconds]."""
     return [row for path in paths for row in json.loads(path.read_text())["rows"]]
 
 
 def times_of(row: dict[str, Any]) -> dict[tuple[Any, ...], float]:
-    """(tokens, heads, warps, whether it is launched dependently) -> microseconds."""
+    """(tokens, heads, warps, whether with dependent launch) -> microseconds."""
     launches = {False: row["tiles"], True: row.get("dependent", ())}
     return {(*tile, dependent): us for dependent, tiles in launches.items() for *tile, us in tiles}
 
 
 def left(rows: Iterable[dict[str, Any]], rule: Any = default_variant) -> dict[str, float]:
-    """Call -> the time of the rule's tile, in its launch, over that of the best; without those whose tile was not measured, as those of whole rows."""
+    """Call -> time of the rule's tile over that of the best; without tiles that were not measured, as those of whole rows."""
     found = {}
     for row in rows:
         spec = RopeSpec(**row["spec"])
@@ -48,7 +49,7 @@ def left(rows: Iterable[dict[str, Any]], rule: Any = default_variant) -> dict[st
 
 
 def summary(found: dict[str, float]) -> str:
-    """Of all calls, and those of which most is left."""
+    """The mean over all calls, and the calls with the largest ratios."""
     mean, most = statistics.geometric_mean(found.values()), max(found.values())
     lines = [f"{len(found)} calls: the default's tile takes {mean:.3f} of the best one's time, {most:.3f} at most"]
     worst = sorted(found.items(), key=lambda one: -one[1])[:SHOWN]

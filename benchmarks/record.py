@@ -1,4 +1,4 @@
-"""The results of a benchmark run as JSON: rows, their ratios, and the environment they were measured in."""
+"""The results of a benchmark run as JSON: rows, their ratios, and the environment that they were measured in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from generator.disk import folder_lock, write_whole
 from tuned.lookup.record import device_slug
 
 DIGITS = 4  # of a ratio; times keep 3, a nanosecond
-NO_RIVAL = "torch.add"  # what any call costs; neither RoPE nor a GRU
+NO_RIVAL = "torch.add"  # shows the cost of any call; neither RoPE nor a GRU
 
 
 C = TypeVar("C", bound=Any)
@@ -28,25 +28,25 @@ C = TypeVar("C", bound=Any)
 class Row(Generic[C]):
     """One measurement of this project beside its peers.
 
-    Of a call the record asks for ``words``, which tell it from any other, and ``facts``: at least problem, layout, dtype,
-    direction and sizes. Of one whose floor is a copy it asks for ``moved_bytes`` and ``copy_bytes``.
+    The record reads ``words`` of a call, which tell it from any other, and ``facts``: at least problem, layout, dtype,
+    direction and sizes. If the call's floor is a copy, it also reads ``moved_bytes`` and ``copy_bytes``.
     """
 
     suite: str
     call: C
-    bar: str | None  # which bars of benchmarks.bars judge it, beside those that judge every row
+    bar: str | None  # which bars of benchmarks.bars judge the row, besides the bars that judge every row
     peers: tuple[str, ...] = ()
     name: str = ""  # the model that makes the call, or where its sizes come from
     kind: str = "device"
 
     @property
     def key(self) -> str:
-        """What it is, in words, once in all plans."""
+        """A name in words, unique over all plans."""
         return ", ".join((self.suite, *self.call.words, self.kind))
 
 
 def version(package: str, distribution: str) -> str | None:
-    """The version of what is installed by its import name, or None."""
+    """The version of an installed package, given its import name; None if it is not installed."""
     try:
         module: Any = importlib.import_module(package)
         return importlib.metadata.version(distribution)
@@ -57,7 +57,7 @@ def version(package: str, distribution: str) -> str | None:
 
 
 def environment(packages: Mapping[str, str]) -> dict[str, Any]:
-    """What the numbers depend on; ``packages`` are import names of peers to distributions."""
+    """The facts that times depend on; ``packages``: import name of a peer -> distribution."""
     device = torch.cuda.get_device_properties(0)
     return {
         "device": device.name,
@@ -74,12 +74,12 @@ def environment(packages: Mapping[str, str]) -> dict[str, Any]:
 
 
 def quotient(a: float | str | None, b: float | str | None) -> float | None:
-    """A ratio, if both are times."""
+    """The ratio, or None unless both are times."""
     return round(a / b, DIGITS) if isinstance(a, float | int) and isinstance(b, float | int) else None
 
 
 def common(row: Row[Any], *, ours_us: float, ours_spread_us: float, found: dict[str, float | str]) -> dict[str, Any]:
-    """What the rows of every suite say; ``found`` has a peer's microseconds, or the reason why there are none."""
+    """The fields of rows of every suite; ``found`` has each peer's microseconds, or the reason why there are none."""
     times = {name: value for name, value in found.items() if not isinstance(value, str)}
     best = min(times.keys() - {NO_RIVAL}, key=times.__getitem__, default=None)
     return {
@@ -114,14 +114,14 @@ def verdict(row: dict[str, Any]) -> str:
 
 @dataclasses.dataclass
 class Results:
-    """A results file that is whole after every row. Commands that measure other suites may write it at the same time."""
+    """A results file that is valid after every row. Commands that measure other suites may write it at the same time."""
 
     path: Path
     environment: dict[str, Any]
     rows: dict[str, dict[str, Any]]  # by the row's key
     skipped: dict[str, str]  # a row's key to the reason
-    anew: frozenset[str] = frozenset()  # suites of which nothing in the file counts
-    own: set[str] = dataclasses.field(default_factory=set)  # keys of what is known better here than in the file
+    anew: frozenset[str] = frozenset()  # suites that are measured again: their rows in the file do not count
+    own: set[str] = dataclasses.field(default_factory=set)  # keys added or skipped here, which replace the file's
 
     @classmethod
     def open(cls, folder: Path, suites: Collection[str], packages: Mapping[str, str]) -> Results:
@@ -132,7 +132,7 @@ class Results:
         return results
 
     def _read(self) -> None:
-        """Take from the file what counts of it and is not known better."""
+        """Take the rows from the file that still count and are not replaced here."""
         before: dict[str, Any] = json.loads(self.path.read_text()) if self.path.exists() else {}
         if before.get("environment") != self.environment:
             return
@@ -159,7 +159,7 @@ class Results:
         self.save()
 
     def save(self) -> None:
-        """Write all of it, whole or not at all."""
+        """Write the whole file, or nothing."""
         with folder_lock(self.path.parent):
             self._read()
             content = {"environment": self.environment, "rows": list(self.rows.values()), "skipped": self.skipped}

@@ -1,10 +1,10 @@
 """One release run: on one commit and one GPU, tune from empty, verify, measure every suite, draw: ``make release``.
 
-What the tuner finds goes into the checkout when every problem has a row; results go there when every suite is whole. Until
-then all of it is kept in .cache/release/<device>-<commit>, with a journal: the same command goes on where it was cut. A
-suite that was cut is measured again from its first row, so that it is whole in one sitting; ``--by-row`` goes on with the
-rows that it lacks. ``--gpus all`` shares the work out among the GPUs of a host, a suite being on one of them alone;
-``--tuned`` tunes nothing, and measures with the rows that are committed. ``--list`` shows the plan, without a GPU too.
+The tuned rows go into the checkout when every problem has one; results go there when every suite is whole. Until then
+all are kept in .cache/release/<device>-<commit>, with a journal: the same command goes on where the last one was cut. A
+suite that was cut is measured again from its first row, so that all rows are of one sitting; ``--by-row`` measures only
+the rows that it lacks. ``--gpus all`` shares the work out among the GPUs of a host, with each suite on one GPU.
+``--tuned`` tunes nothing, and measures with the committed rows. ``--list`` shows the plan, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from generator.places import ROOT, cache_folder, cache_path
 from tuned.lookup.record import device_slug
 
 OUT_OF_TIME = os.EX_TEMPFAIL  # 75, "try again": a budget was used up
-BEAT_SECONDS = 5.0  # how often the time is kept while a command runs: a machine may be taken away
+BEAT_SECONDS = 5.0  # how often the time is saved while a command runs: a machine may be taken away
 NAMES_SHOWN = 5
 STOP_SECONDS = 60.0  # for a command that is cut: the verification ends its own suites first
-# Of those that the suites are measured beside, what a release must not go without.
+# Peers of the suites that must be installed for a release.
 REQUIRED = tuple(name for name in dict.fromkeys((*plan.REQUIRED, *random_rope.PEERS)) if name in peers.IMPORTED_AS)
-# What would change what is tuned or measured.
+# Variables that would change what is tuned or measured.
 UNSET = ("TRITON_INTERPRET", "TUNED_DISPATCH", "TUNED_FAMILY", "TUNED_RECORD", "TUNED_TABLES")
-PIP = {"transformer-engine": "'transformer-engine[pytorch]'"}  # what to ask pip for, if not the distribution
+PIP = {"transformer-engine": "'transformer-engine[pytorch]'"}  # distribution -> argument of pip, if it differs
 
 
 class ReleaseError(Exception):
-    """What ends a release; the message says why, and the way out."""
+    """The release cannot go on; the message says why, and the way out."""
 
 
 class OutOfTimeError(Exception):
@@ -58,15 +58,15 @@ class OutOfTimeError(Exception):
 
 
 class CutError(Exception):
-    """A stage is ended because of what befell another that ran beside it."""
+    """A stage is cut because another stage that ran beside it failed or was cut."""
 
 
-# What is kept ---------------------------------------------------------------------------------------------------------
+# The journal ----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class Journal:
-    """What has been done of one release, kept after each change."""
+    """The progress of one release, saved after each change."""
 
     path: Path
     commit: str
@@ -79,7 +79,7 @@ class Journal:
         """The journal in a file, or a new one.
 
         Raises:
-            ReleaseError: it is of another environment.
+            ReleaseError: the journal is of another environment.
         """
         if not path.exists():
             return cls(path, commit, environment)
@@ -95,7 +95,7 @@ class Journal:
         return cls(path, commit, environment, kept["stages"])
 
     def save(self, path: Path | None = None, **facts: str) -> None:
-        """Write all of it, whole or not at all, and what else is known."""
+        """Write the whole journal, or nothing, with further facts."""
         with self.lock:
             content = {"commit": self.commit, **facts, "environment": self.environment, "stages": self.stages}
             write_whole(path or self.path, (json.dumps(content, indent=1) + "\n").encode())
@@ -113,10 +113,10 @@ class Journal:
 
 
 def git(*arguments: str) -> str:
-    """What git says of this checkout.
+    """The output of a git command in this checkout.
 
     Raises:
-        ReleaseError: it is none.
+        ReleaseError: this is not a git checkout.
     """
     try:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout  # noqa: S603, S607
@@ -125,7 +125,7 @@ def git(*arguments: str) -> str:
 
 
 def refuse_other_sources(journal: Journal, plan: Sequence[Stage]) -> None:
-    """Raise where the checkout is not that of the commit, but for what the stages that have begun may have changed."""
+    """Raise a ReleaseError if the checkout differs from the commit in files that the stages begun so far may not change."""
     commit = journal.commit
     if git("rev-parse", "HEAD").strip() != commit:
         raise ReleaseError(f"the release is of commit {commit[:12]}, and another is checked out now: go back to it")
@@ -152,11 +152,11 @@ def run(  # noqa: PLR0913 - a stage, and how long and where it may run
     gpu: Mapping[str, str] | None = None,
     cut: threading.Event | None = None,
 ) -> None:
-    """Run a stage; the time that it takes is kept, however it ends. ``gpu``: what its environment has besides.
+    """Run a stage; its time is saved, however it ends. ``gpu``: further variables of its environment.
 
     Raises:
         ReleaseError: a command failed.
-        OutOfTimeError: ``ends`` has come, of time.monotonic().
+        OutOfTimeError: time.monotonic() has reached ``ends``.
         CutError: ``cut`` is set.
     """
     folder, begun = journal.path.parent, time.monotonic()
@@ -168,7 +168,7 @@ def run(  # noqa: PLR0913 - a stage, and how long and where it may run
     before = kept["seconds"]
 
     def beat() -> float:
-        """Keep the time, and tell how long to wait until it is to be kept again."""
+        """Save the time, and return how many seconds to wait until it is saved again."""
         now = time.monotonic()
         kept["seconds"] = round(before + now - begun, 1)
         journal.save()
@@ -196,7 +196,7 @@ def run(  # noqa: PLR0913 - a stage, and how long and where it may run
 
 
 def _environment(stage: Stage, folder: Path) -> dict[str, str]:
-    """What a stage runs with; the caches of the release alone begin empty."""
+    """The environment of a stage; one that begins from empty gets the release's own caches."""
     found = {name: value for name, value in os.environ.items() if name not in UNSET}
     if not stage.from_empty:
         return found
@@ -210,7 +210,7 @@ def _environment(stage: Stage, folder: Path) -> dict[str, str]:
 def _ended(
     command: Sequence[str], environment: dict[str, str], log: Path, beat: Callable[[], float], lock: int | None
 ) -> int:
-    """The exit code of a command. It holds the lock too; nothing that it started is left, unless this process is killed."""
+    """The exit code of a command. The command holds the lock too, and its processes are ended, unless this one is killed."""
     with log.open("ab") as file:
         file.write(f"$ {' '.join(command)}\n".encode())
         file.flush()
@@ -227,7 +227,7 @@ def _ended(
 
 
 def batches(plan: Sequence[Stage], gpus: int) -> list[list[list[Stage]]]:
-    """What runs one after another, given so many GPUs: the lanes that run at once, each with its stages in order."""
+    """Batches that run one after another on ``gpus`` GPUs: lists of lanes that run at once; a lane has stages in order."""
     found: list[list[list[Stage]]] = []
     for laned, stages_of in itertools.groupby(plan, lambda stage: bool(stage.lane) and gpus > 1):
         every = list(stages_of)
@@ -238,7 +238,7 @@ def batches(plan: Sequence[Stage], gpus: int) -> list[list[list[Stage]]]:
 
 
 def at_once(lanes: Sequence[Sequence[Stage]], gpus: int, one: Callable[..., None]) -> None:
-    """Run lanes on so many GPUs, the next one where a GPU has none; ``one`` runs a stage. What one raises ends all."""
+    """Run lanes on so many GPUs; a free GPU takes the next lane, and ``one`` runs a stage. An exception in one ends all."""
     waiting: queue.SimpleQueue[Sequence[Stage]] = queue.SimpleQueue()
     for lane in lanes:
         waiting.put(lane)
@@ -260,7 +260,7 @@ def at_once(lanes: Sequence[Sequence[Stage]], gpus: int, one: Callable[..., None
         for thread in threads:
             thread.start()
         for thread in threads:
-            while thread.is_alive():  # a wait without an end would keep Ctrl-C out
+            while thread.is_alive():  # a join without a timeout would block Ctrl-C
                 thread.join(BEAT_SECONDS)
     finally:
         cut.set()
@@ -273,7 +273,7 @@ def at_once(lanes: Sequence[Sequence[Stage]], gpus: int, one: Callable[..., None
 def release(
     plan: Sequence[Stage], journal: Journal, ends: float = math.inf, lock: int | None = None, gpus: int = 1
 ) -> int:
-    """Run the stages that are not done yet, and tell how far it came: the exit code."""
+    """Run the stages that are not done yet, print how far they came, and return the exit code."""
     said, code = "", 0
 
     def one(stage: Stage, gpu: Mapping[str, str] | None = None, cut: threading.Event | None = None) -> None:
@@ -314,7 +314,7 @@ def release(
 
 
 def facts() -> None:
-    """Print what a release depends on besides the commit, as a line of JSON; for a process of its own, peers take memory."""
+    """Print what a release depends on besides the commit, as a line of JSON; in its own process, since peers take memory."""
     import torch  # noqa: PLC0415
 
     from generator.measuring.environment import driver_version  # noqa: PLC0415
@@ -327,7 +327,7 @@ def facts() -> None:
 
 
 def here() -> dict[str, Any]:
-    """What ``facts`` says."""
+    """The output of ``facts``, run in another process."""
     command = [sys.executable, "-c", "from benchmarks.release import facts; facts()"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
     found = [line for line in done.stdout.splitlines() if line.startswith("{")]  # peers may print on being imported
@@ -338,7 +338,7 @@ def here() -> dict[str, Any]:
 
 
 def refuse_missing(installed: Collection[str], without: Collection[str]) -> None:
-    """Raise where a required peer, or what draws the plots, is not installed; tell of other peers."""
+    """Raise a ReleaseError if a required peer or matplotlib is not installed; print which other peers are not."""
     missing = [name for name, package in peers.IMPORTED_AS.items() if package not in installed]
     required = [name for name in missing if name in REQUIRED and name not in without]
     if required:
@@ -354,7 +354,7 @@ def refuse_missing(installed: Collection[str], without: Collection[str]) -> None
 
 
 def budget(text: str) -> float:
-    """A time in seconds; argparse tells why it is none."""
+    """A time in seconds; for other text argparse says what is wrong."""
     try:
         return seconds_of(text)
     except ValueError as error:
@@ -362,7 +362,7 @@ def budget(text: str) -> float:
 
 
 def seconds(text: str) -> int:
-    """A number from 1 on; argparse tells that it is none."""
+    """A whole number from 1 on; for other text argparse says what is wrong."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"seconds are a number from 1 on, got {text!r}")
     return int(text)
@@ -395,7 +395,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option("--without-peers", type=names, default=[], metavar="NAME,...", help="do without these required peers")
     options = parser.parse_args(arguments)
     ends = time.monotonic() + options.budget
-    # Commands are in sessions of their own, and end with this. Shells have SIGINT ignored in the background, by commands too.
+    # Commands run in their own sessions, and end with this process. A shell's background jobs ignore SIGINT, with their
+    # children.
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.default_int_handler)
     try:

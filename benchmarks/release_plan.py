@@ -1,7 +1,7 @@
-"""The stages of a release run, as data: which commands, what they may change in the checkout, what goes there after them.
+"""The stages of a release run, as data: their commands, the files that they may change, and the files copied after them.
 
-Whatever is measured goes to a folder of the release first. The record goes into the package when every problem has a row,
-results go where they are committed when every suite is whole.
+All measurements go to a folder of the release first. The record is copied into the package when every problem has a
+row, and results are copied to the committed folders when every suite is whole.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ RANDOM = {
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Commands, one after the other; all must end well for it to be done."""
+    """Commands that run one after the other; the stage is done if all end well."""
 
     name: str
-    commands: tuple[tuple[str, ...], ...]  # what Python is given
-    writes: tuple[Path, ...] = ()  # files and folders of the checkout that it may change
-    copies: tuple[tuple[Path, Path], ...] = ()  # then: what goes where in the checkout, each whole or not at all
-    from_empty: bool = False  # with the caches of the release alone
-    lane: str = ""  # on several GPUs other lanes run at once; what writes one file is in one lane
+    commands: tuple[tuple[str, ...], ...]  # arguments of Python
+    writes: tuple[Path, ...] = ()  # files and folders of the checkout that the commands may change
+    copies: tuple[tuple[Path, Path], ...] = ()  # then: (source, target in the checkout), each whole or not at all
+    from_empty: bool = False  # uses only the caches of the release, which begin empty
+    lane: str = ""  # on several GPUs lanes run at once; stages that write the same file share a lane
 
     @property
     def changes(self) -> tuple[Path, ...]:
-        """Files and folders of the checkout that it may change."""
+        """Files and folders of the checkout that the stage may change."""
         return (*self.writes, *(target for _, target in self.copies))
 
 
@@ -55,11 +55,11 @@ def stages(  # noqa: PLR0913 - of what, and how
     gpus: str = "1",
     seconds: int = SECONDS,
 ) -> list[Stage]:
-    """The plan. ``folder`` keeps what is not in the checkout yet; the seed of random calls follows from the commit.
+    """The plan. ``folder`` holds files that are not in the checkout yet; the commit gives the seed of random calls.
 
-    A suite that was cut begins again, so that it is whole in one sitting; ``by_row``: it goes on with the rows it lacks.
-    ``tuned``: nothing is tuned, and the rows that are committed must count, every one. ``gpus``: on how many, or "all".
-    ``seconds``: of random calls of each kind.
+    A suite that was cut begins again, so that all rows are of one sitting; ``by_row``: it measures only the rows it
+    lacks. ``tuned``: nothing is tuned, and every committed row must count. ``gpus``: a number, or "all". ``seconds``:
+    for random calls of each kind.
     """
     winners, results, seed = folder / "record", folder / "results", str(int(commit[:7], 16))
     found = tuple(results / sub / f"{device}.json" for sub in ("", "gru"))
@@ -137,12 +137,12 @@ def stages(  # noqa: PLR0913 - of what, and how
 
 
 def stamp(device: str) -> Path:
-    """What a whole release leaves: of which commit it is, in which environment, and how long each stage took."""
+    """The file that a whole release leaves: its commit, its environment, and the time of each stage."""
     return RESULTS / "release" / f"{device}.json"
 
 
 def listed(plan: Sequence[Stage]) -> str:
-    """The plan as text, files named from the checkout on."""
+    """The plan as text, with paths relative to the checkout."""
     lines = []
     for stage in plan:
         lines += [stage.name, *(f"    python {' '.join(command)}" for command in stage.commands)]

@@ -1,8 +1,9 @@
 """Measure RoPE beside its peers: ``python -m benchmarks.rope`` writes benchmarks/results/<device>.json.
 
-A row is measured interleaved: this project, a copy, every peer, then this project and the copy again, whose two medians
-are averaged, so that a drift of the clock falls on all of them. The copy is of one contiguous tensor with as many elements
-as query and key have together. Nothing is timed that has not just been held against the formula in float64.
+A row is measured interleaved: this project, a copy, every peer, then this project and the copy again. The two medians
+of this project, and those of the copy, are averaged, so that a drift of the clock falls on all of them. The copy is of
+one contiguous tensor with as many elements as query and key together. Each result is compared with the formula in
+float64 just before it is timed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from generator.measuring.bench import summarise
 
 WARM_UPS = 3  # calls before timing: TorchScript profiles two before it fuses
 OURS = "ours"
-# Of the largest value times the dtype's epsilon. One rounding makes at most half of that; in float32, sines and cosines of
-# float32 weigh as much as the rounding.
+# Largest error, in units of the largest value times the dtype's epsilon. One rounding makes at most half a unit; in
+# float32, the float32 sines and cosines weigh as much as that rounding.
 OUR_ERROR = {torch.bfloat16: 1.0, torch.float32: 16.0}
 PEER_ERROR = 8.0  # peers may round cosines, sines and products
 HOST_ROUNDS = 7
@@ -40,7 +41,7 @@ def largest_error(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check(launch: Launch, expected: Sequence[torch.Tensor], limit: float) -> None:
-    """Run once on inputs of its own, compare each of its tensors, and warm up."""
+    """Run a launch once on fresh inputs, compare each of its results, and warm up."""
     results = launch()
     if len(results) != len(expected):
         raise WrongResultError(f"{len(results)} tensors instead of {len(expected)}")
@@ -53,7 +54,7 @@ def check(launch: Launch, expected: Sequence[torch.Tensor], limit: float) -> Non
 
 
 def attempt(timed: Callable[[list[Launch]], Any], name: str, call: Call, sets: Sequence[Tensors]) -> Any:
-    """What ``timed`` says of a peer's launches, or the reason why there are none; a peer may fail in any way it likes."""
+    """The result of ``timed`` for a peer's launches, or the reason why there is none; a peer may raise anything."""
     try:
         launches = peers.launches(name, call, sets)
         return launches if isinstance(launches, str) else timed(launches)
@@ -62,7 +63,7 @@ def attempt(timed: Callable[[list[Launch]], Any], name: str, call: Call, sets: S
 
 
 def copy_us(call: Call, device: str) -> float:
-    """Microseconds of a copy of as many elements, read once and written once, or of a kernel where that is faster."""
+    """Microseconds of a copy of as many elements, read once and written once, by the faster of copy_ and torch.neg."""
     elements = call.tensor_bytes // call.dtype.itemsize
     xs = [torch.randn(elements, device=device, dtype=call.dtype) for _ in range(clock.set_count(call.copy_bytes))]
     outs = [torch.empty_like(x) for x in xs]
@@ -75,7 +76,7 @@ def device_row(row: Row[Call], device: str) -> dict[str, Any]:
     """Time one row on the device."""
     call = row.call
     sets = calls.make_tensors(call, clock.set_count(call.touched_bytes), device)
-    untouched = calls.probe(call, sets[0])  # an in-place call rotates its sets again at every replay
+    untouched = calls.probe(call, sets[0])  # kept, since an in-place call rotates its sets again at every replay
     expected = calls.expected(call, untouched)
 
     def timed(launches: list[Launch]) -> float:
@@ -103,7 +104,8 @@ def device_row(row: Row[Call], device: str) -> dict[str, Any]:
 def host_row(row: Row[Call], device: str) -> dict[str, Any]:
     """Time one row by the wall clock: forward alone, or with the gradient of x if the call is backward.
 
-    Each call in each round, so that a host that slows down for a while does so for all; the median over the rounds.
+    The median over rounds in which every call is timed, so that a host that slows down for a while does so for all
+    calls.
     """
     backward = row.call.direction == "backward"
     call = dataclasses.replace(row.call, direction="forward", gradient=row.call.gradient or backward)
@@ -116,7 +118,7 @@ def host_row(row: Row[Call], device: str) -> dict[str, Any]:
 
     def checked(launches: list[Launch]) -> Launch:
         launch = whole(launches[0])
-        if name != NO_RIVAL:  # there is nothing to hold it against
+        if name != NO_RIVAL:  # torch.add has no result to compare
             check(launch, expected, PEER_ERROR)
         return launch
 

@@ -1,4 +1,4 @@
-"""What the command lines of the suites share: rows measured one after another, each saved before the next begins."""
+"""The command line that all suites share: rows are measured one after another, each saved before the next begins."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class WrongResultError(Exception):
-    """What would be timed does not compute what it should."""
+    """A call that is to be timed gives a wrong result."""
 
 
 def reason(error: Exception) -> str:
@@ -33,7 +33,7 @@ def reason(error: Exception) -> str:
 
 
 def run(rows: Sequence[R], results: record.Results, measure: Callable[[R], dict[str, Any]], *, minutes: float) -> None:
-    """Measure rows until the time is up, saving after each. What is left out, or fails, is recorded with its reason."""
+    """Measure rows until the time is up, saving after each. A row that is left out, or fails, is recorded with its reason."""
     deadline = time.monotonic() + 60 * minutes
     for i, row in enumerate(rows):
         if time.monotonic() > deadline:
@@ -65,9 +65,9 @@ def command(  # noqa: PLR0913 (what a benchmark is)
     folder: Path,
     quick: Callable[[Sequence[R]], Sequence[R]] | None = None,
 ) -> int:
-    """The command line of a benchmark: 0, or 1 where there is no GPU, no row has the text asked for, or a whole one has a gap.
+    """The command line of a benchmark: 0; or 1 without a GPU, if no row has the given text, or if --whole skipped a row.
 
-    Each suite runs in a process of its own, so that a peer that breaks its process costs one suite and not those after it.
+    Each suite runs in its own process, so that a peer that breaks its process costs one suite and not those after it.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=about)
     parser.add_argument("--out", type=Path, default=folder, help="folder of the results")
@@ -111,7 +111,7 @@ def command(  # noqa: PLR0913 (what a benchmark is)
 
 
 def _apart(command: Sequence[str], suites: Sequence[str], options: argparse.Namespace) -> int:
-    """Each suite in a process of its own, one after the other, within the minutes of all."""
+    """Run each suite in its own process, one after the other; all share the minutes. Returns the worst exit code."""
     deadline = time.monotonic() + 60 * options.minutes
     worst = 0
     for suite in suites:

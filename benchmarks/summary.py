@@ -1,8 +1,8 @@
 """README's table, measured in one run: python -m benchmarks.summary [--out FILE] [--write README.md] [--plot FILE].
 
-Ten calls, each in turns with what it replaces: RoPE with flash-attention, Liger, torch.compile and eager PyTorch, where they are
-installed and take the call; a GRU with torch.nn.GRU. Times are medians in a CUDA graph, and of calls on the wall clock. Without a
-GPU, --results FILE writes the table and the picture of an earlier run.
+Ten calls are timed, each in turns with what it replaces: RoPE with flash-attention, Liger, torch.compile and eager
+PyTorch, if they are installed and take the call; a GRU with torch.nn.GRU. Times are medians in a CUDA graph, and
+medians of calls on the wall clock. Without a GPU, --results FILE writes the table and the picture of an earlier run.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ ROWS: dict[str, Callable[[], Row]] = {
 
 
 def table(document: dict[str, Any]) -> str:
-    """The table as Markdown, with what it was measured with."""
+    """The table as Markdown, with the device and the versions of PyTorch and Triton."""
     about = document["environment"]
     lines = [
         f"Microseconds in a CUDA graph on one {about['device']}, bfloat16 where nothing else is said; PyTorch {about['torch']}, Triton {about['triton']}.",

@@ -1,7 +1,7 @@
 """Results as text: ``python -m benchmarks.table`` prints the tables of docs/results.md, ``--write docs/results.md`` puts them there.
 
-A family that has no results yet has no table, and its part of the file stays as it is. ``--bars`` prints every bar with its
-worst row and by how far it is met or missed.
+A family without results gets no table, and its part of the file stays as it is. ``--bars`` prints every bar with its
+worst row and by how much it is met or missed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from generator.disk import put_between
 from tuned.lookup.record import device_slug
 
 Result = dict[str, Any]
-Column = tuple[str, Callable[[Result], str]]  # heading, and what the cell of a row says
+Column = tuple[str, Callable[[Result], str]]  # heading, and the function from a row to its cell
 
-FOLDERS = (RESULTS, RESULTS / "gru")  # a suite's rows are those of the first that has it
+FOLDERS = (RESULTS, RESULTS / "gru")  # a suite's rows are taken from the first folder that has it
 HEADINGS = {"rope": "Shapes that are tuned", "rope-untuned": "Shapes that nothing was tuned for"}
 COMPLETE_HEADINGS = {
     "rope-qk": "Query and key together",
@@ -32,7 +32,7 @@ COMPLETE_HEADINGS = {
     "rope-prefill": "Prefill: query and key in place in a packed qkv, rows of a float32 cos_sin_cache by position",
     "rope-features": "Other rotations",
 }
-# A peer of the complete calls that are in one table, with the other forms of it that are columns of their own in the results.
+# Column of the tables of complete calls -> the forms of that peer, which are separate peers in the results.
 FORMS = {
     "TransformerEngine": ("TransformerEngine", "TransformerEngine fused qkv"),
     "flash-attention": ("flash-attention", "flash-attention bf16 angles"),
@@ -45,7 +45,7 @@ FORMS = {
 
 
 def newest(*folders: Path) -> list[Path]:
-    """The results of one device in each folder that has them, at least one: of the last release, or of the file that was written last."""
+    """The results of one device in each folder that has them: the device of the last release, else of the newest file."""
     ended = {path.stem: json.loads(path.read_text()).get("ended", "") for path in (RESULTS / "release").glob("*.json")}
     written = {path.stem: path.stat().st_mtime for folder in folders for path in folder.glob("*.json")}
     device = max(written, key=lambda name: (name in ended, ended.get(name), written[name]), default="")
@@ -53,7 +53,7 @@ def newest(*folders: Path) -> list[Path]:
 
 
 def here(*folders: Path) -> list[Path]:
-    """The results of the GPU that is here in each folder that has them; at least one must."""
+    """The results of this machine's GPU in each folder that has them; at least one must."""
     if not torch.cuda.is_available():
         raise SystemExit("--here is for a machine with a GPU, and PyTorch sees none: name a results file")
     return of_device(device_slug(torch.cuda.get_device_name()), *folders)
@@ -82,7 +82,7 @@ def microseconds(value: float | str | None) -> str:
 
 
 def us(heading: str, *path: str, parts: Callable[[Result], int] = lambda _: 1) -> Column:
-    """A column of times, found by the keys of nested dictionaries; of a call that has parts, the time of one."""
+    """A column of times, found by the keys of nested dictionaries; the time is divided by the call's number of parts."""
 
     def show(row: Result) -> str:
         found: Any = functools.reduce(lambda found, key: found.get(key), path, row)  # type: ignore[arg-type, return-value]
@@ -97,17 +97,17 @@ def ratio(heading: str, key: str) -> Column:
 
 
 def sizes(*names: str) -> Callable[[Result], str]:
-    """Cells of sizes, side by side."""
+    """Cells with the named sizes, side by side."""
     return lambda row: ", ".join(str(row["sizes"][name]) for name in names)
 
 
 def angles(row: Result) -> str:
-    """Where the angles come from, in short."""
+    """The form of the angles, in short."""
     return str(row["angles"]).replace("cos_sin pair", "cos, sin").replace("freqs pair", "freqs")
 
 
 def section(heading: str, rows: Sequence[Result], columns: Sequence[Column], left: int) -> list[str]:
-    """A Markdown table under a heading, the first columns text and the others numbers; nothing without rows."""
+    """A Markdown table under a heading; the first ``left`` columns are text, the others numbers. Nothing without rows."""
     if not rows:
         return []
     lines = [[name for name, _ in columns], ["---" if i < left else "---:" for i in range(len(columns))]]
@@ -116,7 +116,7 @@ def section(heading: str, rows: Sequence[Result], columns: Sequence[Column], lef
 
 
 def measured_with(results: Result) -> str:
-    """The versions that a part begins with."""
+    """The versions of PyTorch and Triton, for the first line of a part."""
     return f"PyTorch {results['environment']['torch']}, Triton {results['environment']['triton']}"
 
 
@@ -155,7 +155,7 @@ HOST: tuple[Column, ...] = (
 
 
 def rope_markdown(results: Result, layouts: Sequence[str] = ("bshd",)) -> str:
-    """The part on one tensor: device rows of some layouts, the host rows, and what they were measured with."""
+    """The part on one tensor: device rows of some layouts, the host rows, and the device and versions."""
     floor = "The floor is a copy in the same run, scaled to the bytes that must move."
     device = results["environment"]["device"]
     out = [f"Microseconds on one {device}, bfloat16, {', '.join(layouts)}; {measured_with(results)}. {floor}"]
@@ -186,7 +186,7 @@ def shape(row: Result) -> str:
 
 
 def complete_columns(rows: Sequence[Result]) -> list[Column]:
-    """Ours, the floor, the peers that have a time in any row, and the two ratios that matter."""
+    """The columns: ours, the floor, each peer that has a time in any row, and the ratios to the floor and the best peer."""
     peers = {name: forms for name, forms in FORMS.items() if any(fastest(row, forms) for row in rows)}
     return [
         ("tokens, heads, dim", shape),
@@ -200,7 +200,7 @@ def complete_columns(rows: Sequence[Result]) -> list[Column]:
 
 
 def decode_section(heading: str, rows: Sequence[Result]) -> list[str]:
-    """A line for each number of tokens, and for each model ours, the best peer's time and the peer."""
+    """A line for each number of tokens, with our time, the best peer's time and the peer for each model."""
     by_tokens: dict[int, Result] = {}
     for row in sorted(rows, key=lambda row: row["sizes"]["seq"]):
         best = row["best_peer"]
@@ -217,7 +217,7 @@ def decode_section(heading: str, rows: Sequence[Result]) -> list[str]:
 
 
 def complete_markdown(results: Result) -> str:
-    """The part on complete calls: on the device, decode in one small table, on the host, two geometric means."""
+    """The part on complete calls: times on the device, decode in one small table, times on the host, two geometric means."""
     floor = "The floor is a copy of as many elements in the same run, scaled to the bytes that must move."
     device = results["environment"]["device"]
     out = ["**Complete calls**", "", f"Microseconds on one {device}, bfloat16; {measured_with(results)}. {floor}"]
@@ -236,11 +236,11 @@ def complete_markdown(results: Result) -> str:
 # GRU ------------------------------------------------------------------------------------------------------------------
 
 
-per_step = functools.partial(us, parts=lambda row: row["sizes"]["steps"])  # all layers and directions in it
+per_step = functools.partial(us, parts=lambda row: row["sizes"]["steps"])  # a step of all layers and directions
 
 
 def sequence(row: Result) -> str:
-    """The sizes of a sequence in a cell, with the name and the layout that are worth a word."""
+    """The sizes of a sequence in a cell, with its name if it has one, and its layout if not the usual one."""
     notes = "".join(f", {text}" for text in (row["name"], row["layout"]) if text not in ("", "seq first"))
     return sizes("steps", "batch", "input", "hidden")(row) + notes
 
@@ -306,7 +306,7 @@ def gru_markdown(results: Result) -> str:
 
 
 def read(paths: Sequence[Path]) -> list[Result]:
-    """Results without the rows of suites that those before them have."""
+    """Results; each file's rows of suites that an earlier file has are left out."""
     seen: set[str] = set()
     documents = []
     for path in paths:
@@ -318,14 +318,14 @@ def read(paths: Sequence[Path]) -> list[Result]:
 
 
 def merged(documents: Sequence[Result]) -> Result:
-    """The rows of several results, and what they skipped."""
+    """The rows and the skipped rows of several results."""
     rows = [row for document in documents for row in document["rows"]]
     skipped = {key: text for document in documents for key, text in document["skipped"].items()}
     return {"rows": rows, "skipped": skipped}
 
 
 def parts(documents: Sequence[Result], layouts: Sequence[str]) -> dict[str, str]:
-    """The parts that have results, by the name of their marks."""
+    """Name of a part's marks -> its text, for the parts that have results."""
     known = (
         ("benchmark", SUITES.keys() - COMPLETE, functools.partial(rope_markdown, layouts=layouts)),
         ("benchmark-calls", COMPLETE, complete_markdown),

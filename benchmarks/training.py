@@ -1,9 +1,10 @@
 """Training GRUs against torch.nn.GRU: python -m benchmarks.training [--seconds 60] [--shapes 200] [--seed N] [--out FILE].
 
-A step is the forward and the gradients of the input and of all weights, without an optimizer. First a list of shapes, each
-held against its bar: times as a call and in a CUDA graph, the error of each gradient beside nn.GRU's own (root mean square
-against float64), and the peak of memory. Then some of these with the state reset before one step in a hundred, against none
-and against sequences cut there for nn.GRU. Then shapes drawn as in benchmarks.random_gru, until the seconds are over.
+A step is the forward and the gradients of the input and of all weights, without an optimizer. First come listed shapes,
+each with its bar: times as a call and in a CUDA graph, the error of each gradient beside nn.GRU's (root mean square
+against float64), and the peak of memory. Then three shapes run with the state reset before one step in a hundred,
+beside no resets, and beside nn.GRU over sequences that are cut there. Then come shapes drawn as in
+benchmarks.random_gru, until the seconds are over.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from benchmarks.random_gru import (
 from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import gru_call
 
-MOST_ELEMENTS = 2**25  # of the output of a shape that is drawn
-MOST_EXACT = 2**22  # of the output of all layers, up to which float64 is computed beside
-# Group -> nn.GRU / ours that is asked for, as a call and in a graph.
+MOST_ELEMENTS = 2**25  # of the output of a drawn shape
+MOST_EXACT = 2**22  # elements of the output of all layers up to which float64 is computed too
+# Group -> bars of nn.GRU / ours, as a call and in a graph.
 BARS = {
     "to 512 units, batch to 64": (4.0, 2.0),
     "1024 units, batch to 64": (3.0, 1.6),
@@ -67,7 +68,7 @@ LISTED = (
     ("models", _shape(128, 128, 256), 256),  # a recurrent policy
 )
 
-RESET_ODDS, RESET_BAR = 0.01, 1.05  # steps that are marked; time with them, of that without
+RESET_ODDS, RESET_BAR = 0.01, 1.05  # share of steps that are marked; bar on the time with resets over that without
 RESET_SHAPES = ((_shape(512, 32, 512), 512), (_shape(512, 64, 1024), 1024), (_shape(128, 128, 256), 256))
 
 
@@ -101,7 +102,7 @@ class Pair:
         return torch.nn.utils.rnn.PackedSequence(data, sizes)
 
     def step(self, module: torch.nn.Module) -> Any:
-        """What is timed: a function that gives all gradients."""
+        """The function that is timed: it gives all gradients."""
         tensors, x = [self.data, *module.parameters()], self.given(self.data)
 
         def run() -> tuple[torch.Tensor, ...]:
@@ -112,7 +113,7 @@ class Pair:
 
 
 def with_resets(shape: Shape, features: int) -> dict[str, Any]:
-    """Our module with and without resets, and torch.nn.GRU over the pieces that they leave."""
+    """Our module with and without resets, and torch.nn.GRU over the pieces between resets."""
     pair = Pair(shape, features)
     marks = torch.rand(shape.steps, shape.batch, device="cuda") < RESET_ODDS
     tensors = [pair.data, *pair.ours.parameters()]
@@ -145,7 +146,7 @@ def reset_line(row: dict[str, Any]) -> str:
 
 
 def errors(pair: Pair) -> list[float]:
-    """Our error of each gradient, of nn.GRU's own."""
+    """Our error over nn.GRU's error, for each gradient."""
     exact, data = copy.deepcopy(pair.theirs).double(), pair.data.detach().double().requires_grad_()
     wanted = torch.autograd.grad(exact(data)[0], [data, *exact.parameters()], pair.grad.double())
     each = []
@@ -156,7 +157,7 @@ def errors(pair: Pair) -> list[float]:
 
 
 def peak_bytes(run: Any) -> int:
-    """The most that a step allocates, beside what was there before it."""
+    """The most memory that a step allocates, in addition to what was allocated before."""
     run()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -167,7 +168,7 @@ def peak_bytes(run: Any) -> int:
 
 
 def compared(shape: Shape, features: int, *, whole: bool = False) -> dict[str, Any]:
-    """Both of one shape. ``whole``: errors and memory too."""
+    """Both modules for one shape. ``whole``: with errors and memory too."""
     pair = Pair(shape, features)
     found: dict[str, Any] = {**dataclasses.asdict(shape), "features": features}
     found["rule"] = tuned.explain(pair.ours, pair.given(pair.data)).rule
@@ -188,7 +189,7 @@ def compared(shape: Shape, features: int, *, whole: bool = False) -> dict[str, A
 
 
 def served(shape: Shape) -> None:
-    """Ours of a random shape, as a call and in a graph, so that its kernels are compiled."""
+    """Run our module for a random shape, as a call and in a graph, so that its kernels are compiled."""
     pair = Pair(shape, shape.hidden)
     run = pair.step(pair.ours)
     run()

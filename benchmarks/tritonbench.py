@@ -1,8 +1,8 @@
 """RoPE inside TritonBench's operator ``rope``: python -m benchmarks.tritonbench CHECKOUT [--bwd] [--out FILE].
 
-CHECKOUT is a clone of https://github.com/pytorch-labs/tritonbench, whose operator is written against transformers 4.46. Ours is one
-more candidate there, with the arguments of Liger-Kernel's, beside the model's own code, the compiled one and Liger's; inputs,
-clock and judgement are TritonBench's, its table is printed, its figures are written.
+CHECKOUT is a clone of https://github.com/pytorch-labs/tritonbench, whose operator is written against transformers 4.46.
+Our call is one more candidate there, with Liger-Kernel's arguments, beside the model's code, its compiled form and
+Liger-Kernel. Inputs, clock and judgement are TritonBench's; its table is printed, and its figures are written.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from tuned.compat.liger import liger_rotary_pos_emb
 from tuned.lookup.record import device_slug
 
 NAME = "tuned"
-# "accuracy" says whether a result is close to the model's own code, which rounds each product to the dtype: others round once.
+# "accuracy": whether a result is close to that of the model's code, which rounds each product to the dtype; others
+# round once.
 ASKED = ("--op", "rope", "--precision", "bf16", "--metrics", "latency,speedup,accuracy")
 
 
 def candidate(operator: Any, hidden_size: int, seq_length: int) -> Callable[[], Any]:
-    """Our call with the operator's inputs; it ignores their position_ids, as Liger's does."""
+    """Our call with the operator's inputs; it ignores their position_ids, as Liger-Kernel does."""
     given = operator.prepare_input(hidden_size, seq_length)
     return lambda: liger_rotary_pos_emb(*given)
 
 
 def figures(output: Any) -> list[dict[str, Any]]:
-    """TritonBench's result as rows: milliseconds, speed-up over the model's own code, and whether it is close to that."""
+    """TritonBench's result as rows: milliseconds, speed-up over the model's code, and whether the result is close to its."""
     return [
         {
             "hidden": x[0],

@@ -1,9 +1,9 @@
-"""Verify on a GPU all that ships: plain tests, GPU tests, the fuzz, the sanitizers; keep what passed, and of which sources.
+"""Verify on a GPU all that ships: plain tests, GPU tests, the fuzz, the sanitizers; record what passed, of which sources.
 
-`python -m benchmarks.verify` writes benchmarks/results/verified/<device>.json after each suite. A suite that passed with
-these sources and this environment is not run again, so that several commands may share the work: one after the other,
-on several GPUs of one machine at once, or on several machines if the record goes with them. `python tune.py --check`
-holds the record against what is here.
+`python -m benchmarks.verify` writes benchmarks/results/verified/<device>.json after each suite. A suite that passed
+with these sources and this environment is not run again, so several commands may share the work: one after the other,
+on several GPUs of one machine at once, or on several machines if the record is copied between them. `python tune.py
+--check` compares the record with the sources here.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from generator.publishing.verified import (
 )
 
 PROCESSES = 14
-PLAIN_PROCESSES = 40  # where they have a GPU for themselves: few of them use it, and each process takes memory of it
+PLAIN_PROCESSES = 40  # if they have their own GPU: few of them use it, and each process takes some of its memory
 SANITIZED_PROCESSES = 12  # one a share
 SPARE_CORES = 2  # for the driver's threads and this process
-# Suites that share the machine, by a command of its own for the first: the second leaves the GPU to it, but for samples.
+# Suite -> the suite that it runs beside, by its own command: the latter uses the GPU only for samples.
 BESIDE = {"sanitizers": "plain"}
 LONGEST = ("fuzz", "gpu", "plain", "sanitizers")  # of the suites, on an H100
 COMMAND = (sys.executable, "-m", "benchmarks.verify")
 CALLS, CLASSES = 100_000, 2_000  # of the fuzz
-LIMIT_MINUTES = 20.0  # of one suite: something hangs. All take 12 on an H200 with 16 cores
+LIMIT_MINUTES = 20.0  # of one suite: a suite that takes longer hangs. All take 12 on an H200 with 16 cores
 HANGING_SECONDS = 200  # of one test
 STOP_SECONDS = 15.0  # for a suite that is interrupted to end its own processes
 NAMES_SHOWN = 20
@@ -58,12 +58,12 @@ INTERRUPTED = 130
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of one command."""
+    """The outcome of one command."""
 
     passed: int = 0
     failed: int = 0
     skipped: int = 0
-    names: tuple[str, ...] = ()  # of what failed, or why
+    names: tuple[str, ...] = ()  # of failed tests, or reasons
 
     def __add__(self, other: Outcome) -> Outcome:
         counts = (self.passed + other.passed, self.failed + other.failed, self.skipped + other.skipped)
@@ -72,7 +72,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One command of a suite; its outcome is read from the file that it leaves."""
+    """One command of a suite; ``read`` gets its outcome from the file that it leaves."""
 
     command: tuple[str, ...]
     result: Path
@@ -83,7 +83,7 @@ class Step:
 
 
 def suites(cache: Path, cores: int, seed: int, *, apart: bool = False) -> dict[str, tuple[Step, ...]]:
-    """Suite -> its commands, on a machine with so many cores. ``seed`` is that of the fuzz; ``apart``: each has a GPU of its own."""
+    """Suite -> its commands, on a machine with so many cores. ``seed`` is for the fuzz; ``apart``: each has its own GPU."""
 
     def fitting(processes: int) -> int:
         return max(1, min(processes, cores - SPARE_CORES))
@@ -92,13 +92,13 @@ def suites(cache: Path, cores: int, seed: int, *, apart: bool = False) -> dict[s
         processes = fitting(processes)
         result = cache / f"{name}.xml"
         spread = (f"-n{processes}", "--dist=worksteal") if processes > 1 else ("-n0",)
-        # In the log: where a test that hangs is, and which tests take longest.
+        # For the log: where a test hangs, and which tests take longest.
         told = ("-o", f"faulthandler_timeout={HANGING_SECONDS}", "--durations=25")
         command = (sys.executable, "-m", "pytest", "-q", *told, *spread, f"--junit-xml={result}", *arguments)
         return Step(command, result, junit)
 
     fuzz = cache / "fuzz.json"
-    # More processes do not fit on every GPU: each has a context, kernels, and workspaces of the libraries for each stream.
+    # More processes do not fit on every GPU: each has a context, kernels, and library workspaces for each stream.
     drawn = (
         f"--calls={CALLS}",
         f"--classes={CLASSES}",
@@ -109,7 +109,7 @@ def suites(cache: Path, cores: int, seed: int, *, apart: bool = False) -> dict[s
     return {
         "plain": (tests("plain", PLAIN_PROCESSES if apart else PROCESSES),),
         "gpu": (
-            # Those marked gpu_sample are among the plain ones.
+            # Tests marked gpu_sample are among the plain tests.
             tests("gpu", PROCESSES, "tests/gpu", "-m", "gpu and not alone"),
             tests("gpu_alone", 1, "tests/gpu", "-m", "gpu and alone"),
         ),
@@ -119,7 +119,7 @@ def suites(cache: Path, cores: int, seed: int, *, apart: bool = False) -> dict[s
 
 
 def junit(path: Path) -> Outcome:
-    """The outcome that pytest left as JUnit's XML."""
+    """The outcome from pytest's JUnit XML."""
     (suite,) = ET.parse(path).getroot().iter("testsuite")  # noqa: S314 - of our own process
     total, failures, errors, skipped = (int(suite.get(n, 0)) for n in ("tests", "failures", "errors", "skipped"))
     failed = failures + errors
@@ -132,7 +132,7 @@ def junit(path: Path) -> Outcome:
 
 
 def fuzzed(path: Path) -> Outcome:
-    """The outcome that the fuzz left: its calls are what passed, unless they were too few or too much alike."""
+    """The outcome of the fuzz: its right calls count as passed; too few calls, or too few classes of them, as one failure."""
     content = json.loads(path.read_text(encoding="utf-8"))
     calls, classes, wrong, seed = (int(content[name]) for name in ("calls", "classes", "wrong", "seed"))
     cases = tuple(f"case {one['index']}: {one['message'].splitlines()[0]}" for one in content.get("failures", ()))
@@ -146,7 +146,7 @@ def fuzzed(path: Path) -> Outcome:
 
 
 def run_step(step: Step, log: Path, limit_s: float) -> Outcome:
-    """Run a command to its end, its output added to the log; one that fails in any way has at least one failure."""
+    """Run a command to its end and append its output to the log; a command that fails in any way has at least one failure."""
     step.result.unlink(missing_ok=True)
     with log.open("ab") as file:
         file.write(f"$ {' '.join(step.command)}\n".encode())
@@ -162,7 +162,7 @@ def run_step(step: Step, log: Path, limit_s: float) -> Outcome:
 
 
 def _ended(command: Sequence[str], log: Any, limit_s: float) -> int | None:
-    """The exit code of a command, or None where it had to be ended; nothing that it started is left."""
+    """The exit code of a command, or None if it had to be ended; its processes are all ended."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     process = subprocess.Popen(  # noqa: S603 - our own words
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -176,7 +176,7 @@ def _ended(command: Sequence[str], log: Any, limit_s: float) -> int | None:
 
 
 def stop(process: subprocess.Popen[bytes], wait_s: float = STOP_SECONDS) -> None:
-    """End a process and its group; as Ctrl-C first, so that it can end what it has started, and at once at another Ctrl-C."""
+    """End a process and its group: by SIGINT, so that it can end its own processes; then, or at another Ctrl-C, by SIGKILL."""
     try:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGINT)
@@ -189,7 +189,7 @@ def stop(process: subprocess.Popen[bytes], wait_s: float = STOP_SECONDS) -> None
 
 
 def run_suite(name: str, steps: Sequence[Step], log: Path, limit_s: float) -> Suite:
-    """Run a suite, print what failed, and tell how it ended."""
+    """Run a suite, print its failures, and return how it ended."""
     print(f"{name}: running, {log} has its output", flush=True)
     log.unlink(missing_ok=True)
     started, found = time.monotonic(), Outcome()
@@ -211,11 +211,11 @@ def told(suite: Suite) -> str:
     )
 
 
-# What is kept ---------------------------------------------------------------------------------------------------------
+# The record -----------------------------------------------------------------------------------------------------------
 
 
 def known(device: str, environment: Mapping[str, Any], kernels: str, folders: Sequence[Path]) -> dict[str, Suite]:
-    """The suites that ran with these sources in this environment, of the first folder that has them."""
+    """The suites that ran with these sources in this environment; each from the first folder that has it."""
     found: dict[str, Suite] = {}
     for folder in folders:
         try:
@@ -237,7 +237,7 @@ def verify(  # noqa: PLR0913 - what is run, and where things are
     limit_s: float = 60 * LIMIT_MINUTES,
     shipped: Path = FOLDER,
 ) -> int:
-    """Run the suites that have not passed yet, the record being whole after each: 0, or 1 where one of them failed."""
+    """Run the suites that have not passed yet, and write the record after each: 0, or 1 if a suite failed."""
     device, kernels = environment["device"], digest()
     done = known(device, environment, kernels, (out, shipped))
     for name, steps in chosen.items():
@@ -249,7 +249,7 @@ def verify(  # noqa: PLR0913 - what is run, and where things are
         if digest() != kernels:
             print(f"the sources changed while {name} ran: it says nothing of either, and is not kept")
             return 1
-        with folder_lock(out):  # a command for another suite, on another GPU, may have added its own
+        with folder_lock(out):  # a command for another suite, on another GPU, may have added that suite
             done = known(device, environment, kernels, (out, shipped)) | {name: suite}
             record = Verified(dict(environment), kernels, tuple(done.values()))
             write_if_different(verified_path(device, out), verified_text(record))
@@ -257,13 +257,13 @@ def verify(  # noqa: PLR0913 - what is run, and where things are
 
 
 def in_turns(names: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """What runs one after another: a suite, and those that run beside it. What comes next disturbs neither."""
+    """The turns, one after another: a suite, and the suites that run beside it. The next turn begins when all have ended."""
     apart = {name: BESIDE[name] for name in names if BESIDE.get(name) in names}
     return [(name, [other for other in apart if apart[other] == name]) for name in names if name not in apart]
 
 
 def dealt(names: Sequence[str], gpus: int) -> list[list[str]]:
-    """The suites of each of so many GPUs, the longest first to one that has none."""
+    """The suites of each of so many GPUs, dealt out in turn, the longest first."""
     order = sorted(names, key=LONGEST.index)
     return [order[first::gpus] for first in range(min(gpus, len(order)))]
 
@@ -271,14 +271,14 @@ def dealt(names: Sequence[str], gpus: int) -> list[list[str]]:
 def beside(
     names: Sequence[str], arguments: Sequence[str]
 ) -> contextlib.AbstractContextManager[list[subprocess.Popen[bytes]]]:
-    """Commands that run these suites meanwhile; they end with this."""
+    """Start commands that run these suites meanwhile; they are ended when the block ends."""
     return _meanwhile([([*arguments, f"--suite={name}"], {}) for name in names])
 
 
 def on_each(
     shares: Sequence[Sequence[str]], arguments: Sequence[str], cores: int
 ) -> contextlib.AbstractContextManager[list[subprocess.Popen[bytes]]]:
-    """Commands that run each share of the suites on a GPU of its own; they end with this."""
+    """Start commands that run each share of the suites on its own GPU; they are ended when the block ends."""
     alone = visible(len(shares))
     return _meanwhile(
         [
@@ -292,7 +292,7 @@ def on_each(
 
 
 def cores_of(share: Sequence[str], cores: int, shares: int) -> int:
-    """How many of a machine's cores a share of the suites may use. Few plain tests wait for a GPU, which the others do."""
+    """How many of a machine's cores a share of the suites may use. Few plain tests wait for a GPU; the other suites do."""
     return cores // (2 if shares > 1 and "plain" in share else shares)
 
 
@@ -300,7 +300,7 @@ def cores_of(share: Sequence[str], cores: int, shares: int) -> int:
 def _meanwhile(
     commands: Sequence[tuple[Sequence[str], Mapping[str, str]]],
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """These commands with what their environments have besides; they end with this."""
+    """Start these commands, each with further environment variables; they are ended when the block ends."""
     started = [
         subprocess.Popen(  # noqa: S603 - our own words
             (*COMMAND, *arguments, "--part"),
@@ -319,7 +319,7 @@ def _meanwhile(
 
 
 def here() -> dict[str, Any]:
-    """What the outcomes depend on besides the sources."""
+    """The environment that the outcomes depend on, besides the sources."""
     from generator.measuring.environment import environment  # noqa: PLC0415 - imports torch
 
     found = environment(0)
@@ -355,7 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if why := refusal(gpus, torch.cuda.device_count()):
         print(why)
         return 1
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # suites are in sessions of their own, and end with this
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # suites run in their own sessions, and end with this
     rest = [f"--out={options.out.resolve()}", f"--cache={cache}", f"--minutes={options.minutes}", f"--seed={seed}"]
     rest += ["--again"] if options.again else []
     environment, out, failed = here(), options.out.resolve(), False

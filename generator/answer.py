@@ -1,4 +1,4 @@
-"""What a command answers to programs: with --json one object on stdout, and what people read goes to stderr."""
+"""The answer of a command for programs: with --json, one object on stdout; text for people goes to stderr."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FACTS: ContextVar[dict[str, Any] | None] = ContextVar("facts", default=None)
 
 @contextlib.contextmanager
 def collected() -> Iterator[dict[str, Any]]:
-    """Inside, what ``put`` is told is kept in this dictionary."""
+    """Inside the block, ``put`` adds its facts to the dictionary that this yields."""
     facts: dict[str, Any] = {}
     token = _FACTS.set(facts)
     try:
@@ -26,18 +26,18 @@ def collected() -> Iterator[dict[str, Any]]:
 
 
 def put(**facts: Any) -> None:
-    """Add facts to the answer of this command; without --json nobody keeps them."""
+    """Add facts to the answer of this command; without --json they are dropped."""
     if (found := _FACTS.get()) is not None:
         found.update(facts)
 
 
 def text_of(facts: Mapping[str, Any]) -> str:
-    """One object of JSON, which any reader of JSON takes: without NaN and infinities."""
+    """One object of strict JSON, without NaN and infinities, so that any JSON reader takes it."""
     return json.dumps(plain(facts), indent=1, allow_nan=False)
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: dataclasses by their fields, anything unknown as text; what is no number is null."""
+    """A value as JSON types: a dataclass as its fields, NaN and infinities as null, any unknown type as text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
 """The command line: python tune.py in a checkout, tuned where the package is installed. --help tells more.
 
-What a command needs is imported in it: torch takes seconds, and which family this process knows is not settled before.
+Each command imports what it needs itself: torch takes seconds, and --family must first set this process's family.
 """
 # ruff: noqa: FBT002 - flags of a command line are booleans with a default
 
@@ -27,11 +27,11 @@ from tuned.lookup.place import CHECKOUT
 
 from .failures import INTERRUPTED
 
-# Before numpy is imported: matrices of a hundred rows are slower on 32 threads, which the compilers need.
+# Set before numpy is imported: matrices of a hundred rows are slower on 32 threads, and the compilers need these.
 for library in ("OMP", "OPENBLAS", "MKL"):
     os.environ.setdefault(f"{library}_NUM_THREADS", "1")
-NAME = "tune.py" if CHECKOUT else "tuned"  # of the program, in what it says
-if os.environ.get("COLUMNS") == "0":  # as some terminals say that they do not know: Rich would print nothing
+NAME = "tune.py" if CHECKOUT else "tuned"  # of the program, in its messages
+if os.environ.get("COLUMNS") == "0":  # some terminals set 0 for an unknown width: Rich would print nothing
     del os.environ["COLUMNS"]
 console = Console()
 errors = Console(stderr=True)
@@ -77,7 +77,8 @@ def seconds(text: str | None) -> float:
 def outside(family: str | None) -> bool:
     """Whether a family is one from outside: a file, a package's folder, or an entry point ``tuned.families``.
 
-    It is then the only one of this process and of all that it starts. generator/places.py reads the variable.
+    If so, TUNED_FAMILY is set to it, and generator/places.py reads that: it is then the only family of this process and
+    of all processes that this one starts.
     """
     if family is None:
         return False
@@ -104,9 +105,9 @@ def outside(family: str | None) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Before:
-    """The object of a context, the options that may stand before the name of a command: --out DIR report.
+    """The options that may stand before the name of a command (--out DIR report), kept as Typer's ``context.obj``.
 
-    Not the context's own parameters: earlier versions of Typer have paths there as they were typed, which are no Paths.
+    ``context.params`` would not do: earlier versions of Typer keep a path there as the typed string, not as a Path.
     """
 
     gpu: str = "auto"
@@ -116,9 +117,9 @@ class Before:
 
 
 def run(name: str, command: Callable[[Any], int], as_json: bool = False) -> NoReturn:  # noqa: FBT001
-    """End with the exit code of a command, given generator.commands; what it cannot answer is a sentence and a code.
+    """Run ``command`` on generator.commands and exit with its code; an error is told as a sentence and sets the code.
 
-    ``as_json``: stdout gets one object, with the name, the exit code, what the command ``put`` there, and what it cannot answer.
+    ``as_json``: stdout gets one object: the command's name, the exit code, the facts that it ``put``, and any error.
     """
     if not as_json:
         raise typer.Exit(_code(command)[0])
@@ -145,8 +146,8 @@ def run(name: str, command: Callable[[Any], int], as_json: bool = False) -> NoRe
 
 @contextlib.contextmanager
 def _ctrl_c_afterwards() -> Iterator[None]:
-    """Have Ctrl-C wait for the end of a block that imports: Python drops what is raised in a callback of its import system."""
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+    """Delay Ctrl-C to the end of a block that imports: Python drops what is raised in a callback of its import system."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
         yield
         return
     pressed: list[int] = []
@@ -160,7 +161,7 @@ def _ctrl_c_afterwards() -> Iterator[None]:
 
 
 def _code(command: Callable[[Any], int]) -> tuple[int, str | None]:
-    """(exit code, what could not be answered) of a command."""
+    """(exit code, error message or None) of a command."""
     try:
         with _ctrl_c_afterwards():
             from . import commands  # noqa: PLC0415
@@ -187,7 +188,7 @@ def _code(command: Callable[[Any], int]) -> tuple[int, str | None]:
 
 def folder(name: str) -> Path:
     """The folder of --out."""
-    if not name:  # as of a variable that is not set; Path("") is the current folder
+    if not name:  # such as an unset shell variable; Path("") would be the current folder
         raise typer.BadParameter("--out must be a folder, got an empty name: . is the current one")
     path = Path(name)
     if path.exists() and not path.is_dir():
@@ -595,11 +596,11 @@ def tune(context: typer.Context) -> None:
 
 
 def _begin(*, on_all_gpus: bool) -> None:
-    """Begin what takes seconds beside the imports of this process, which take as long."""
+    """Start the fork server and Ray now: they take seconds, beside the imports of this process, which take as long."""
     from .processes.forkserver import fork_server  # noqa: PLC0415
 
-    with contextlib.suppress(OSError):  # the command meets it again, and says what cannot be written
-        fork_server()  # what compilers and workers are forked from
+    with contextlib.suppress(OSError):  # the command meets the same error again, and says what cannot be written
+        fork_server()  # compilers and workers are forked from it
     if on_all_gpus and importlib.util.find_spec("ray") is not None:
         threading.Thread(target=_import_commands).start()
         from .searching.connection import start_ahead  # noqa: PLC0415
@@ -608,11 +609,11 @@ def _begin(*, on_all_gpus: bool) -> None:
 
 
 def _import_commands() -> None:
-    with contextlib.suppress(Exception):  # the command meets it again
+    with contextlib.suppress(Exception):  # the command meets the same error again
         importlib.import_module(".commands", __package__)
 
 
-_started = False  # this process is the program, and tunes once
+_started = False  # True if this process runs the program, and so tunes once
 
 
 def program() -> None:
@@ -623,5 +624,5 @@ def program() -> None:
             errors.print(f"{NAME}: stdout cannot be written: it is closed", style="red", markup=False, highlight=False)
         sys.exit(1)
     _started = True
-    os.environ.pop("TRITON_INTERPRET", None)  # the processes that compile and measure take their environment from here
+    os.environ.pop("TRITON_INTERPRET", None)  # the processes that compile and measure inherit this environment
     app(prog_name=NAME)

@@ -1,4 +1,4 @@
-"""What each way of calling tune.py does; every function returns the exit code."""
+"""The commands of tune.py, a function each, which returns the exit code."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Options:
 
 
 def tune(options: Options, console: Console) -> int:
-    """Tune on the GPU of this machine; without one, or for a named target, do what is true without."""
+    """Tune on the GPU of this machine; without a GPU, or for a named target, compile, check and estimate."""
     problems = select(options.family, options.problems, folder=options.out)
     if options.target is not None:
         return estimate(options, options.target, console)
@@ -100,10 +100,10 @@ def tune(options: Options, console: Console) -> int:
     shipped = options.out is None or options.out.resolve() == WINNERS.resolve()
     if (
         shipped and not OWN
-    ):  # what models import follows the package's record; a user's own records they read as they are
+    ):  # models import tables generated from the package's record; a user's own records are read directly
         orders = dataclasses.replace(orders, write_table=write_table, render=render_all)
     if options.storage is not None:
-        with opened_storage(options.storage, ""):  # what cannot be reached is said before a GPU is woken
+        with opened_storage(options.storage, ""):  # an unreachable database is reported before a GPU is woken
             pass
     start = time.monotonic()
     run = Run(problems)
@@ -124,27 +124,27 @@ class NoGpuError(Exception):
 
 
 def _asked_of_a_gpu(options: Options) -> str:
-    """The option that only a GPU can answer; empty without one."""
+    """The given option that needs a GPU; empty if none was given."""
     if options.gpu != "auto":
         return f"--gpu {options.gpu}"
     if options.gpus is not None:
         return f"--gpus {options.gpus}"
-    return "--storage" if options.storage is not None else ""  # its value may have a password
+    return "--storage" if options.storage is not None else ""  # without its value, which may hold a password
 
 
 def refusal(error: BaseException) -> tuple[str, int] | None:
-    """The sentence and the exit code for what ends a command; None if it is a defect."""
+    """The sentence and the exit code for an error that ends a command; None if the error is a defect of this program."""
     if isinstance(
         error, SelectionError | FamilyError | gpu.NoSuchGpuError | UnknownTargetError
-    ):  # of what was asked for
+    ):  # the user asked for something that does not exist
         return str(error), 2
     if isinstance(error, RecordError | ArchiveError | LandscapeError | NoGpuError):
         return str(error), 1
     if isinstance(
         error, KeyboardInterrupt
-    ):  # a run on a GPU has its own answer; nothing else leaves anything half done
+    ):  # a tuning run handles Ctrl-C itself; no other command leaves anything half done
         return "interrupted", INTERRUPTED
-    if isinstance(error, jinja2.TemplateError):  # of a family from outside: those of this tree are tested
+    if isinstance(error, jinja2.TemplateError):  # in a family from outside: the templates of this tree are tested
         where = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         return f"a template is none{where}: {type(error).__name__}: {error}", 2
     said = trouble(error)
@@ -155,9 +155,9 @@ def refusal(error: BaseException) -> tuple[str, int] | None:
 def on_gpu(
     index: int, compilers: int | None, waiting: Callable[[str], None]
 ) -> Iterator[tuple[Worker, CompilerPool, dict[str, Any]]]:
-    """A worker on a GPU, compilers beside it (one a core), and what it measures with; ended with the block.
+    """A worker on a GPU, compilers beside it (one a core), and the worker's environment; the block's end stops both.
 
-    ``waiting`` is told who else measures there.
+    ``waiting`` is told which other process measures on that GPU.
     """
     with gpu_lock(gpu_identity(index), waiting):
         worker = Worker(index)
@@ -256,7 +256,7 @@ def _tell(run: Run, options: Options, elapsed_s: float, console: Console) -> int
 
 
 def say(console: Console, *lines: str, style: str = "") -> None:
-    """Print lines as they are, in a style where there is a terminal."""
+    """Print lines as they are, without markup or wrapping; on a terminal, in a style."""
     for line in lines:
         console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
@@ -288,7 +288,7 @@ def new_family(name: str, folder: Path, console: Console) -> int:
 
 
 def list_problems(options: Options, console: Console) -> int:
-    """List the problems, with what the record of the target has."""
+    """List the problems, with their measured times in the target's record."""
     device = _meant(options.target, options.out) or DEFAULT_TARGET
     winners = read_record(device, options.out)
     problems = select(options.family, options.problems, folder=options.out)
@@ -306,7 +306,7 @@ def list_problems(options: Options, console: Console) -> int:
 
 
 def _meant(target: str | None, folder: Path | None) -> str | None:
-    """The device that --target means: of a record, by a part of its name, or of a card that is known; None without one.
+    """The device that --target means: one with a record, by a part of its name, or a known card; None without --target.
 
     Raises:
         UnknownTargetError: it is neither.
@@ -318,9 +318,9 @@ def _meant(target: str | None, folder: Path | None) -> str | None:
 
 
 def dry_run(options: Options, console: Console, *, details: bool = False) -> int:
-    """Show how many variants there are to try, and why the others are out; nothing is compiled.
+    """Show how many variants there are to try, and which rules leave out the others; nothing is compiled.
 
-    A few problems are told one by one. More are counted by family, unless ``details`` are asked for.
+    A few problems are listed one by one. More are counted by family, unless ``details`` is set.
     """
     from .reporting import planned  # noqa: PLC0415
 
@@ -343,9 +343,9 @@ def dry_run(options: Options, console: Console, *, details: bool = False) -> int
 
 
 def check(options: Options, console: Console, *, release: bool = False) -> int:
-    """List what is out of date: exit code 1 if a row does not count or a file differs, 0 if something is only worth doing.
+    """List what is out of date: exit code 1 if a row does not count or a file differs, 0 if the rest is only worth doing.
 
-    ``release``: what was not verified on its GPU is to be done, too.
+    ``release``: exit code 1 also if the sources were not verified on their GPU.
     """
     from .publishing.audit import KINDS, findings  # noqa: PLC0415
 
@@ -366,7 +366,7 @@ def check(options: Options, console: Console, *, release: bool = False) -> int:
 
 
 def regret(device: str, folder: Path | None, console: Console) -> int:
-    """Tell what each rule that picks a variant for what was not tuned would have cost; exit code 1 past the bars."""
+    """Tell the regret of each rule that picks variants for untuned problems; exit code 1 if the bars are not met."""
     from .evaluation import portfolio  # noqa: PLC0415
     from .evaluation import regret as rules  # noqa: PLC0415
     from .storage import landscape  # noqa: PLC0415
@@ -405,7 +405,7 @@ def regret(device: str, folder: Path | None, console: Console) -> int:
 
 
 def estimate(options: Options, target: str, console: Console) -> int:
-    """Do what is true without the device; exit code 0 unless a result in the interpreter was wrong."""
+    """Compile, check and estimate without the device; exit code 0 unless a result in the interpreter was wrong."""
     from .estimating.offline import SAMPLE  # noqa: PLC0415
     from .reporting.estimates import run_offline, style_of  # noqa: PLC0415
 
@@ -426,7 +426,7 @@ def estimate(options: Options, target: str, console: Console) -> int:
 def show(  # noqa: PLR0913 - what is shown, and where to
     name: str, device: str | None, folder: Path | None, path: Path | None, console: Console, *, as_json: bool = False
 ) -> int:
-    """Write the winner of a problem as one file, or to the terminal as it is."""
+    """Write the winner of a problem as one file, to ``path`` or to stdout."""
     from .reporting.show import standalone, winner_of  # noqa: PLC0415
 
     winner = winner_of(name, device, folder)
@@ -455,7 +455,7 @@ def report(device: str | None, folder: Path | None, storage: str | None, path: P
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file that was asked for, whole or not at all."""
+    """Write a file whole or not at all; a pipe or a device is written directly."""
     if path.is_file() or not path.exists():
         write_whole(path, text.encode())
     else:  # a pipe or a device, such as /dev/stdout
@@ -481,7 +481,7 @@ def explain(name: str, device: str | None, folder: Path | None, storage: str | N
 
 @contextlib.contextmanager
 def _journal(device: str, storage: str | None) -> Iterator[Journal | None]:
-    """The trials of a device, if there are any; asking leaves no empty journal behind."""
+    """The trials of a device, or None if there are none; no empty journal is created."""
     if storage is None and not journal_path(device).exists():
         yield None
         return
@@ -490,7 +490,7 @@ def _journal(device: str, storage: str | None) -> Iterator[Journal | None]:
 
 
 def replay(device: str, seeds: int, write: Path | None, console: Console, *, plain: bool) -> int:
-    """Print what the landscapes of a device prove of the search and of the estimate."""
+    """Print how well the search and the estimate do on the landscapes of a device."""
     from .evaluation import evidence  # noqa: PLC0415 - scipy and Optuna's samplers take seconds to import
     from .storage.landscape import load_landscapes  # noqa: PLC0415
 
@@ -521,11 +521,11 @@ def replay(device: str, seeds: int, write: Path | None, console: Console, *, pla
 
 
 def check_marks(path: Path, mark: str) -> None:
-    """See that a table can be put into a file, before minutes are spent on it.
+    """Check that a table can be put into a file, before minutes are spent on the table.
 
     Raises:
-        SelectionError: it does not have the marks.
-        OSError: it cannot be read.
+        SelectionError: the file does not have the marks.
+        OSError: the file cannot be read.
     """
     with naming(path):
         text = path.read_text(encoding="utf-8")
@@ -536,7 +536,7 @@ def check_marks(path: Path, mark: str) -> None:
 
 
 def replay_foreign(folder: Path, seeds: int, write: Path | None, console: Console, *, plain: bool) -> int:
-    """Print what the landscapes of others' kernels prove of the search: those in a folder, and the folders in it."""
+    """Print how well the search does on landscapes of others' kernels, from a folder and the folders in it."""
     from .evaluation import comparing, foreign  # noqa: PLC0415 - as above
 
     landscapes = foreign.load_folder(folder)
@@ -556,7 +556,7 @@ def replay_foreign(folder: Path, seeds: int, write: Path | None, console: Consol
 
 
 def model(family: str | None, gpu_option: str, seconds: float, seed: int, console: Console) -> int:
-    """Take samples on this GPU, if there is one; write the models, and say what their picks cost."""
+    """Take samples on this GPU, if there is one; write the models, and tell the regret of their picks."""
     if OWN:
         raise SelectionError("model writes what a checkout generates: what is installed is as it was built")
     from .evaluation import fitting  # noqa: PLC0415
@@ -585,7 +585,7 @@ def model(family: str | None, gpu_option: str, seconds: float, seed: int, consol
                     known = journal.remembered(problem, environment, functools.partial(digests_of, problem))
                     if right := {v: r[0] for v, r in known.items() if not isinstance(r, str)}:
                         times[problem] = right
-            if not times:  # samples that are there are not written over by none
+            if not times:  # do not overwrite existing samples with none
                 say(console, f"the journal has no time of {family} on this GPU: {TUNE} --family {family} first")
                 return 1
             found = [samples.Replaced(p.spec, p.size, us, by) for p, us, by in replaced(family, seconds, seed)]
@@ -608,7 +608,7 @@ def model(family: str | None, gpu_option: str, seconds: float, seed: int, consol
 
 
 def carry(revision: str, device: str, folder: Path | None, console: Console) -> int:
-    """Keep the rows of a device whose kernels changed in text and not in machine code; 1 if some must be measured again."""
+    """Keep the rows whose kernels changed in text but not in machine code; exit code 1 if others must be measured again."""
     from .publishing import carry as carrying  # noqa: PLC0415
 
     winners = read_record(device, folder)
@@ -618,7 +618,7 @@ def carry(revision: str, device: str, folder: Path | None, console: Console) -> 
         found = carrying.carry(winners, revision)
     if found.kept:
         write_record(record_path(device, folder), device, found.winners)
-        if folder is None and not OWN:  # what is installed is as it was built; a user's record is read as it is
+        if folder is None and not OWN:  # an installed package is not rendered again; a user's record is read directly
             render_all()
     put(device=device, kept=found.kept, changed=found.changed)
     nothing = "" if found.kept or found.changed else ": the kernels of all rows are as they were measured"
@@ -650,7 +650,7 @@ def submit(wanted: str, folder: Path | None, to: Path | None, kernels: int, cons
     try:
         write_whole(archive, data)
     except BaseException:
-        beside.unlink()  # what it is about is not there
+        beside.unlink()  # it describes an archive that was not written
         raise
     put(archive=archive, text=beside, digest=contribution.digest)
     say(console, text, f"wrote {archive}", f"wrote {beside}: the text above, the title first")
@@ -658,17 +658,17 @@ def submit(wanted: str, folder: Path | None, to: Path | None, kernels: int, cons
 
 
 def submitted_device(wanted: str, folder: Path | None) -> str:
-    """The device whose record is submitted: of the first GPU here, of one by its index, or by a part of the record's name.
+    """The device whose record is submitted: the first GPU here, a GPU by its index, or a part of a record's name.
 
     Raises:
-        SelectionError: it has no record, or none or several are meant.
+        SelectionError: the device has no record, or ``wanted`` means no record or several.
     """
     there = recorded_devices(folder)
     names = gpu.gather().names if wanted == "auto" or wanted.isdecimal() else ()
     if names:
         found = [device_slug(names[gpu.choose_gpu(names, wanted)])]
     elif wanted == "auto":
-        found = there if folder is not None and len(there) == 1 else []  # what ships was not measured here
+        found = there if folder is not None and len(there) == 1 else []  # the records that ship were not measured here
     else:
         found = named(wanted, there)
     if len(found) != 1 or found[0] not in there:
@@ -681,7 +681,7 @@ def submitted_device(wanted: str, folder: Path | None) -> str:
 
 
 def check_submission(path: Path, to: Path | None, kernels: int, console: Console) -> int:
-    """Judge a contribution without its GPU; exit code 1 if it is not accepted. ``to``: put the record of one that is there."""
+    """Judge a contribution without its GPU; exit code 1 if it is not accepted. ``to``: write an accepted record there."""
     from .publishing.contribution import read_archive  # noqa: PLC0415
 
     found = _judged(read_archive(path), kernels)
@@ -719,7 +719,7 @@ def _judged(data: bytes, kernels: int) -> Any:
         compiler.shutdown(wait=False, cancel_futures=True)
 
 
-REASONS = 20  # shown of a contribution that is not accepted
+REASONS = 20  # at most shown for a contribution that is not accepted
 
 
 def _refused(reasons: Sequence[str], what: str) -> Iterator[str]:
@@ -730,7 +730,7 @@ def _refused(reasons: Sequence[str], what: str) -> Iterator[str]:
 
 
 def cards(names: str | None, shapes: int, seed: int, kernels: int | None, console: Console) -> int:
-    """Tell what calls would get on cards that nobody measured; exit code 1 if a choice does not hold there."""
+    """Tell which variants calls would get on cards that nobody measured; exit code 1 if one does not hold there."""
     from .evaluation import cards as looking  # noqa: PLC0415
     from .reporting.cards import card_lines, card_table  # noqa: PLC0415
 

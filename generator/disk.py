@@ -1,4 +1,4 @@
-"""Write files whole or not at all, lock them, and say in a sentence why they cannot be written: a full disk, a read-only one."""
+"""Write files whole or not at all, lock them, and say in a sentence why one cannot be written: a full or read-only disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from .places import cache_folder
 
 _UMASK = os.umask(0o022)
-os.umask(_UMASK)  # there is no other way to ask
+os.umask(_UMASK)  # put it back: Python can only read the umask by setting it
 
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 OTHER = (
@@ -45,16 +45,16 @@ TROUBLES = (  # errors, and what is said of the file
 
 
 def gzipped(data: bytes) -> bytes:
-    """What gzip reads; of the same data the same bytes, without a time and with the header of Python 3.11, which others change."""
+    """Data in gzip format, the same bytes for the same data: no time, and the header of Python 3.11, which others change."""
     compressor = zlib.compressobj(9, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
     return compressor.compress(data) + compressor.flush()
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; what was there stays until then, and so do its mode and a link to it.
+    """Write a file whole or not at all; the old file stays until the new one is complete. Its mode and links to it are kept.
 
     Raises:
-        OSError: it could not be written; the error names it.
+        OSError: it could not be written; the error names the file.
     """
     with naming(path):
         path = Path(os.path.realpath(path))
@@ -72,7 +72,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def write_if_different(path: Path, text: str) -> bool:
-    """Write a file whole or not at all, and not when it already says this; True if it was written."""
+    """Write a file whole or not at all, unless it already has this text; True if it was written."""
     if path.exists() and path.read_bytes() == text.encode():
         return False
     write_whole(path, text.encode())
@@ -81,7 +81,7 @@ def write_if_different(path: Path, text: str) -> bool:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have any OSError of a block name the file that it was about, which that of a write does not."""
+    """Put the file's name into any OSError of the block: an OSError from a write has none."""
     try:
         yield
     except OSError as error:
@@ -94,7 +94,7 @@ def put_between(path: Path, mark: str, text: str) -> None:
     """Write a text between the marks of a file, and leave the rest alone.
 
     Raises:
-        ValueError: the file does not have them, once each and in order.
+        ValueError: the file does not have the marks, once each and in order.
     """
     begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
     parts = re.split(f"({begin}|{end})", path.read_text(encoding="utf-8"))
@@ -104,20 +104,21 @@ def put_between(path: Path, mark: str, text: str) -> None:
 
 
 def disk_trouble(error: OSError) -> str | None:
-    """The sentence for an error of the file system, with the way out; None if it is another kind of error."""
+    """The sentence for an error of the file system, with the way out; None for any other kind of error."""
     if error.errno in OTHER and error.filename is None:
         return None
     words = {"what": error.filename or "a file", "why": error.strerror or str(error)}
     return next((text.format_map(words) for errors, text in TROUBLES if error.errno in errors), None)
 
 
-# Locks between tuners: one measures on a GPU at a time, one writes a folder of records. Each vanishes with its process.
+# Locks between tuners: one at a time measures on a GPU, and one writes a folder of records. A lock ends with its
+# process.
 
 LOOK_SECONDS = 0.2  # how often a tuner that waits looks again
 
 
 def gpu_identity(index: int) -> str:
-    """What names the GPU of an index, whatever CUDA_VISIBLE_DEVICES says: its UUID; the index where there is none."""
+    """A name for a GPU that does not depend on CUDA_VISIBLE_DEVICES: its UUID, or its index where torch gives no UUID."""
     import torch  # noqa: PLC0415 - the other locks do not need it
 
     try:
@@ -128,9 +129,9 @@ def gpu_identity(index: int) -> str:
 
 @contextlib.contextmanager
 def gpu_lock(identity: str, waiting: Callable[[str], None]) -> Iterator[None]:
-    """Hold a GPU, so that no other tuner measures there; wait while one does, and tell ``waiting`` who, once.
+    """Hold a GPU, so that no other tuner measures on it. While another tuner does, wait, and tell ``waiting`` once which.
 
-    Ctrl-C ends the waiting as it ends anything else.
+    Ctrl-C ends the waiting.
     """
     path = cache_folder("locks") / f"gpu-{re.sub(r'[^A-Za-z0-9-]', '_', identity)}.lock"
     with path.open("a+") as file:
@@ -148,15 +149,15 @@ def gpu_lock(identity: str, waiting: Callable[[str], None]) -> Iterator[None]:
         try:
             yield
         finally:
-            file.truncate(0)  # while it is still held: the next one does not read this one's name
+            file.truncate(0)  # while the lock is still held, so that the next tuner does not read this process's id
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold a folder of records and what is generated from it: read, change and write while other tuners wait.
+    """Hold a folder of records and the files generated from it: other tuners wait while this one changes them.
 
-    The folder itself is locked, so that tuners with different caches wait for each other, and no file stays in it.
+    The folder itself is locked: tuners with different caches wait for each other, and no lock file stays in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
@@ -166,7 +167,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in (errno.EBADF, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.ENOSYS):
                 raise
-            # Network file systems lock only what is open for writing, which no folder is.
+            # Network file systems lock only files that are open for writing, and a folder cannot be opened so.
             os.close(handle)
             name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
             handle = os.open(cache_folder("locks") / f"folder-{name}.lock", os.O_RDWR | os.O_CREAT)
@@ -174,7 +175,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            fcntl.flock(handle, fcntl.LOCK_UN)  # closing would not do if a fork of this process has it open as well
+            fcntl.flock(handle, fcntl.LOCK_UN)  # closing would not release it while a fork of this process has it open
     finally:
         os.close(handle)
 

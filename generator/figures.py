@@ -1,4 +1,4 @@
-"""Tables of figures for a terminal of 80 columns, and how many steps of many are done."""
+"""Tables of figures for a terminal of 80 columns, and a progress bar over steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 
 def figures(title: str, first: Column | str, *heads: Column | str, min_width: int | None = None) -> Table:
-    """A table with a column of names, which are folded where they are too long, and columns of figures."""
+    """A table with a column of names, where long names are folded, and columns of figures."""
     names = Column(first, overflow="fold") if isinstance(first, str) else first
     columns = (Column(h, justify="right", no_wrap=True) if isinstance(h, str) else h for h in heads)
     return Table(
@@ -29,7 +29,7 @@ def figures(title: str, first: Column | str, *heads: Column | str, min_width: in
 
 
 def turned(title: str, corner: str, measures: Sequence[str], found: Sequence[tuple[str, Sequence[str]]]) -> Table:
-    """A table of few names and many measures with a row a measure: the names may take several lines of the head."""
+    """A table of few names and many measures, with a row for each measure; names in the head may take several lines."""
     heads = (Column(name, justify="right", min_width=max(map(len, name.split()))) for name, _ in found)
     table = figures(title, Column(corner, no_wrap=True), *heads)
     table.padding = (0, 1, 0, 0)
@@ -40,7 +40,7 @@ def turned(title: str, corner: str, measures: Sequence[str], found: Sequence[tup
 
 @contextlib.contextmanager
 def steps(console: Console, what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A function that is called after each of ``total`` steps; they are drawn where there is a terminal."""
+    """A function to call after each of ``total`` steps; a progress bar is drawn where there is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=total)

@@ -1,4 +1,4 @@
-"""Say which GPU can be tuned, or why none can and the way out: a pure function of a few facts."""
+"""Say whether there is a GPU to tune on, or why not and the way out: a pure function of a few facts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What the answer depends on."""
+    """The facts that ``diagnose`` depends on."""
 
     torch_version: str = ""
     torch_cuda: str | None = None  # CUDA that this torch was built with; None for a CPU-only or ROCm build
     torch_hip: str | None = None  # ROCm that this torch was built with
     names: tuple[str, ...] = ()  # GPUs that torch can use, by index
-    signs: tuple[str, ...] = ()  # what else on the system tells of an NVIDIA GPU
+    signs: tuple[str, ...] = ()  # files and programs on the system that tell of an NVIDIA GPU
     driver_cuda: int = 0  # newest CUDA that the driver supports, as 12040 for 12.4; 0 when there is no driver
     visible: str | None = None  # CUDA_VISIBLE_DEVICES
     error: str = ""  # what torch said when CUDA was initialised
@@ -36,7 +36,7 @@ class Answer:
 
 
 class NoSuchGpuError(ValueError):
-    """No GPU is the one asked for; the message lists those that are there."""
+    """The GPU that was asked for is not here; the message lists the GPUs here."""
 
 
 def diagnose(facts: Facts) -> Answer:
@@ -179,7 +179,7 @@ def _signs() -> tuple[str, ...]:
 
 
 def _driver_cuda() -> int:
-    """The newest CUDA that the installed driver supports, asked of the driver library itself."""
+    """The newest CUDA that the installed driver supports, as the driver library reports it."""
     version = ctypes.c_int(0)
     try:
         library = ctypes.CDLL(ctypes.util.find_library("cuda") or "libcuda.so.1")

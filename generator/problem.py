@@ -1,4 +1,4 @@
-"""A Problem, as families declare it, and the error for one that is not there."""
+"""A Problem, as families declare it, and the error for a family or problem that does not exist."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ __all__ = ["Problem", "SelectionError"]
 
 
 class SelectionError(ValueError):
-    """A family or problem that is not there; the message says what is, and what may have been meant."""
+    """A family or problem that does not exist; the message says which exist, and which may have been meant."""

@@ -1,4 +1,4 @@
-"""Choose problems by family, by name, by pattern or from a file of what models ran: what TUNED_RECORD wrote."""
+"""Choose problems by family, by name, by pattern or from a file of what models ran, which TUNED_RECORD wrote."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .workload import WORKLOADS, default_problems
 def select(
     family: str | None, names: str | None, *, representative: bool = False, folder: Path | None = None
 ) -> list[Problem]:
-    """The default problems of a family, those that ``names`` lists (commas, patterns with *), in their own order.
+    """The default problems of a family that ``names`` lists (with commas, patterns with *), in the default order.
 
-    A name that ends in .jsonl is a file that TUNED_RECORD wrote: its problems follow, in its order. Without names, and
-    with ``representative``, a few of the default ones: one of each kind. A name that is no default problem's may be that of
-    a row in a record, of the package or in ``folder``.
+    A name that ends in .jsonl is a file that TUNED_RECORD wrote: the file's problems follow, in the file's order.
+    Without names all are chosen; with ``representative``, a few: one of each kind. A name that no default problem has
+    may be that of a row in a record, of the package or in ``folder``.
 
     Raises:
         SelectionError: a name or pattern that matches nothing, or a file that cannot be read.
@@ -55,7 +55,7 @@ def select(
 
 
 def _measured(pattern: str, family: str | None, folder: Path | None) -> dict[str, Problem]:
-    """Name -> problem of the rows that match, in the records there are: once recorded by a model, then tuned."""
+    """Name -> problem of the matching rows of all records: models recorded these problems, then they were tuned."""
     rows = (row for device in recorded_devices(folder) for row in read_record(device, folder))
     return {
         row.name: Problem(row.name, row.family, row.spec, row.size)
@@ -65,10 +65,10 @@ def _measured(pattern: str, family: str | None, folder: Path | None) -> dict[str
 
 
 def problem_named(name: str, folder: Path | None = None) -> Problem:
-    """The default problem of this name, or that of a row in a record, of the package or in ``folder``.
+    """The default problem of this name, or the problem of a row of this name in a record, of the package or in ``folder``.
 
     Raises:
-        SelectionError: there is none.
+        SelectionError: no problem has this name.
     """
     problems = {p.name: p for p in default_problems()}
     found = problems.get(name) or _measured(name, None, folder).get(name)
@@ -77,11 +77,11 @@ def problem_named(name: str, folder: Path | None = None) -> Problem:
     return found
 
 
-LISTED = 12  # names, at most, that a message lists
+LISTED = 12  # a message lists at most so many names
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:
-    """The nearest names, and all there are or where they are listed."""
+    """A message with the nearest names, and with all names, or where they are listed."""
     plain = name.replace("*", "")
     close = difflib.get_close_matches(plain, known, n=3, cutoff=0.5)
     close += [one for one in known if plain and plain in one and one not in close][: 3 - len(close)]
@@ -91,17 +91,17 @@ def _unknown(what: str, name: str, known: list[str]) -> str:
     return f"no {what} {name!r}.{hint} {TUNE} --list names all {len(known)}; a * stands for any letters"
 
 
-MAX_BYTES = 2**40  # of one set of tensors: no GPU has more, so such a size was not recorded by a run
+MAX_BYTES = 2**40  # of one set of tensors: no GPU has more memory, so no run can have recorded a larger size
 
 
 class MissesError(SelectionError):
-    """A file of recorded problems cannot be read; the message says which line, what is wrong and what it must be."""
+    """A file of recorded problems cannot be read; the message says which line, what is wrong and what is allowed."""
 
 
 def read_misses(path: Path) -> list[Problem]:
     """The problems of a file that TUNED_RECORD wrote, in its order, each once; empty lines are skipped.
 
-    A default problem keeps its name; others are named after their spec and size, the same in every run.
+    A default problem keeps its name; others are named after their spec and size, so the name is the same in every run.
 
     Raises:
         MissesError: the file cannot be read, or a line of it is not a problem.
@@ -131,7 +131,7 @@ def _problem(line: str, where: str) -> tuple[str, Any, Any]:
 
 
 def name_of(family: str, spec: Any, size: Any) -> str:
-    """A problem's name from its spec and size: what differs from the spec's defaults, then the sizes."""
+    """A problem's name from its spec and size: the fields that differ from the spec's defaults, then the sizes."""
     words = [
         _word(f.name, getattr(spec, f.name)) for f in dataclasses.fields(spec) if getattr(spec, f.name) != f.default
     ]

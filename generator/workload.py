@@ -27,7 +27,7 @@ from .families.text import Shown, Text
 from .places import OUTSIDE
 from .problem import Problem
 
-# Module of a family's folder -> what it must have, and what it may have.
+# Module of a family's folder -> the names that it must define, and the names that it may define.
 PARTS = {
     "problems": (("problems",), ("drawn",)),
     "shapes": ((), ("any_shape",)),
@@ -59,22 +59,22 @@ class Workload:
     inputs: Callable[..., Any]  # (spec, size, device, seed) -> call
     reference: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # (spec, call) -> result, bound, float64 both
     eager: Callable[..., Callable[[], Any]]  # (spec, call) -> the baseline, ready to run
-    bytes_moved: Callable[..., int]  # (spec, size) -> what must move
-    tensor_bytes: Callable[..., int]  # (spec, size) -> one set of inputs and outputs, by default what must move
+    bytes_moved: Callable[..., int]  # (spec, size) -> bytes that must move
+    tensor_bytes: Callable[..., int]  # (spec, size) -> bytes of one set of inputs and outputs; default: bytes_moved
     features: Callable[
         [Any], tuple[int, ...]
-    ]  # (variant) -> levels for a model of the time, by default of a tile and of a warp
+    ]  # (variant) -> levels for a model of the time; default: log2 of the elements of a tile, and of these a warp
     tile: Callable[[Any, Any], tuple[int, int]]  # (spec, variant) -> rows and features that a program takes at a time
-    work: Callable[[Problem, Any], tuple[Work, ...]]  # (problem, variant) -> what its launches do, for the estimate
-    problems: Callable[[], Iterator[Problem]]  # the default ones, most common first
+    work: Callable[[Problem, Any], tuple[Work, ...]]  # (problem, variant) -> the work of its launches, for the estimate
+    problems: Callable[[], Iterator[Problem]]  # the default problems, most common first
     texts: Callable[[], Iterator[Text]]  # every text of its kernels
     wrapper: Callable[[Winner, Shown], str]  # the function of a shown winner
     small: Callable[[Any, Any], Any] = _few  # (size, variant) -> a size for the interpreter
-    interpreted: Callable[..., Iterator[Step]] | None = None  # (spec, variant, call), if not the launches of the family
-    shown_size: Callable[[Any], Any] | None = None  # (size) -> that which a shown winner is made for, if another
-    group: Callable[[Any], str] | None = None  # (spec) -> of groups, if they are several
-    drawn: Callable[[random.Random], Problem] | None = None  # a problem of any shape, for the model of what is replaced
-    any_shape: Callable[[random.Random], Problem] | None = None  # one of any spec too, for cards that nobody measured
+    interpreted: Callable[..., Iterator[Step]] | None = None  # (spec, variant, call) -> steps, if not family.launches
+    shown_size: Callable[[Any], Any] | None = None  # (size) -> the size that a shown winner is made for, if another
+    group: Callable[[Any], str] | None = None  # (spec) -> one of ``groups``, if there are several
+    drawn: Callable[[random.Random], Problem] | None = None  # a problem of any shape, to time the operator it replaces
+    any_shape: Callable[[random.Random], Problem] | None = None  # a problem of any shape and spec, for unmeasured cards
 
 
 def _workload(package: ModuleType) -> Workload:
@@ -95,7 +95,7 @@ def _packages() -> list[ModuleType]:
 
 
 def _outside(name: str) -> Workload:
-    """The family from outside that this process tunes: the only one in it."""
+    """The family from outside that this process tunes: no other family exists in this process."""
     module = load(name)
     family = described(module)
     FAMILIES.only(family)
@@ -108,7 +108,7 @@ WORKLOADS = {workload.family.name: workload for workload in _FOUND}
 
 
 def default_variant(of: Problem | Winner, capability: int = 90) -> Any:
-    """The variant of a problem, or of that of a winner, without tuning, on a card of a compute capability (90 is 9.0)."""
+    """The untuned variant of a problem or of a winner's problem, on a card of a compute capability (90 is 9.0)."""
     family = WORKLOADS[of.family].family
     return family.fit(family.default_variant(of.spec, of.size), of.spec, capability)
 

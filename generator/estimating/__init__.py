@@ -1,1 +1,1 @@
-"""What can be said of a device that is not here."""
+"""Estimates for a device that is not here."""

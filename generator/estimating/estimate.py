@@ -1,29 +1,29 @@
 """Estimate the time of variants on a device that is not here, in microseconds.
 
-Where landscapes of the family were recorded (``generator.storage.landscape``) a regression on them ranks the variants, see
-``generator.estimating.model``; ``python tune.py replay`` says how well, each problem left out in turn. Elsewhere a model by hand does:
-it is right about a factor, not about percents. For each launch
+Where landscapes of the family were recorded (``generator.storage.landscape``), a regression on them ranks the variants
+(``generator.estimating.model``). ``python tune.py replay`` says how well, with each problem left out in turn. Elsewhere
+a model by hand ranks them: it is right about a factor, not about percents. For each launch
 
     time = start + program + chain + max(memory, cache, issue, (waves - 1) x program)
 
 with, in microseconds unless said,
 
 * memory = bytes that must move / (0.88 x bandwidth). Roofline (Williams, Waterman, Patterson 2009); the best large calls
-  that were measured on an H200 reach 88 percent of what its data sheet states.
-* cache = (those bytes + angle rows read again by other programs) / (2.2 x bandwidth): what the L2 delivers, by published
-  microbenchmarks of A100 and H100 two to three times what memory does.
+  that were measured on an H200 reach 88 percent of the bandwidth that its data sheet states.
+* cache = (those bytes + angle rows read again by other programs) / (2.2 x bandwidth): by published microbenchmarks of
+  A100 and H100, the L2 delivers two to three times the bandwidth of memory.
 * issue = instructions / (processors x 128 lanes x clock), with 10 instructions for an element moved and rotated, 45
   for a sine or cosine with its range reduction, 60 for each thread's addresses: rough counts of the machine code.
-* waves = ceil(programs / (resident x processors)). resident = what threads, registers (in units of 8), shared memory
-  and the limit on programs allow on a processor: the CUDA occupancy calculation.
+* waves = ceil(programs / (resident x processors)). resident = the programs that threads, registers (in units of 8),
+  shared memory and the limit on programs allow on a processor: the CUDA occupancy calculation.
 * program = latency x max(1, bytes in flight / share) + the sines of one thread. A program waits once for its loads,
-  0.6 us (published pointer chases: 0.4 to 0.7 us). Share is Little's law: a processor must have latency x bandwidth
-  / processors bytes in flight to use its part of the bandwidth, and to bring more takes longer than the latency. Too
-  few bytes in flight therefore show as many waves of programs that each cost a latency.
-* chain = the steps of a recurrence one after the other, 0 for what has none: see the work of the family.
+  0.6 us (published pointer chases: 0.4 to 0.7 us). Share is Little's law: to use its part of the bandwidth, a processor
+  must have latency x bandwidth / processors bytes in flight; more bytes take longer than the latency. With too few
+  bytes in flight, the model therefore shows many waves of programs that each cost a latency.
+* chain = the steps of a recurrence one after the other, 0 for a family without one: see the work of the family.
 * start = 0.6 us from one kernel of a graph to the next, 0.3 with programmatic dependent launch.
 
-What it does not know: cache hints, grid order, the path of loads through shared memory, clocks under load. Variants
+The model does not know cache hints, grid order, the path of loads through shared memory, or clocks under load. Variants
 that differ in these alone get the same time, and the simpler one comes first.
 """
 
@@ -45,7 +45,7 @@ COPY_EFFICIENCY = 0.88
 CACHE_OVER_MEMORY = 2.2
 LATENCY_US = 0.6
 START_US = 0.6
-LEAST_US = 1.5  # decode calls of any kind, whose bytes take a tenth of it
+LEAST_US = 1.5  # the time of decode calls of any kind; their bytes alone would take a tenth of it
 LANES = 128  # a processor
 PER_ELEMENT, PER_SINE, PER_THREAD = 10, 45, 60  # instructions
 
@@ -53,7 +53,7 @@ PER_ELEMENT, PER_SINE, PER_THREAD = 10, 45, 60  # instructions
 def estimates(
     problem: Problem, variants: Sequence[Any], target: Target, needs: Mapping[Any, Sequence[Resources]] | None = None
 ) -> dict[Any, float]:
-    """Estimated microseconds of each variant; with assumed registers where ``needs`` does not tell the compiler's."""
+    """Estimated microseconds of each variant; where ``needs`` lacks the compiler's register count, one is assumed."""
     by_hand = {v: by_hand_us(problem, v, target, needs.get(v) if needs else None) for v in variants}
     model = fitted(problem.family)
     if model is None or not variants:
@@ -67,13 +67,13 @@ def estimates(
 
 
 def least_us(work: Work, target: Target) -> float:
-    """What the best variants took of the bytes that must move: all of it for large calls, LEAST_US for small ones."""
+    """The time of the best variants: the time of the bytes that must move for large calls, LEAST_US for small ones."""
     memory_us = work.memory_bytes / (COPY_EFFICIENCY * target.bandwidth_gb_s * 1e3)
     return (memory_us**4 + LEAST_US**4) ** 0.25
 
 
 def by_hand_us(problem: Problem, variant: Any, target: Target, needs: Sequence[Resources] | None = None) -> float:
-    """The time by the model in the head of this module."""
+    """The time in microseconds by the model that this module's docstring describes."""
     works = WORKLOADS[problem.family].work(problem, variant)
     return sum(_launch_us(work, target, needs[i] if needs else None) for i, work in enumerate(works))
 
@@ -88,12 +88,12 @@ def _launch_us(work: Work, target: Target, need: Resources | None) -> float:
     issue_us = instructions / (target.processors * LANES * target.clock_ghz * 1e3)
     here = resident(work, target, need)
     waves = ceil_div(work.programs, here * target.processors)
-    # The last wave may be a few programs only: what is resident is what there is.
+    # A launch may have too few programs to fill a processor: then fewer are resident than would fit.
     at_once = min(here, ceil_div(work.programs, target.processors))
     share = LATENCY_US * bytes_per_us / target.processors
     sines_us = work.sines / max(work.programs, 1) / (work.warps * target.warp) * PER_SINE * 4 / (target.clock_ghz * 1e3)
     program_us = LATENCY_US * max(1.0, at_once * work.in_flight_bytes / share) + sines_us
     start_us = START_US / 2 if work.early else START_US
-    together = ceil_div(work.programs, target.processors)  # they share a processor's way to the caches
+    together = ceil_div(work.programs, target.processors)  # programs that share a processor's path to the caches
     chain_us = work.chain_us + together * work.chain_clocks / (target.clock_ghz * 1e3)
     return start_us + program_us + chain_us + max(memory_us, cache_us, issue_us, (waves - 1) * program_us)

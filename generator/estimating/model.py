@@ -1,9 +1,10 @@
 """A model of how much slower than the best a variant is, fitted to landscapes: ridge regression on levels.
 
-Columns, each 0 or 1: the levels of every knob and of pairs a thread, every two of them together, each with what kind of
-call it is (small, packed, in place, with a tail, with sines); levels of waves, programs a processor, resident threads,
-registers, bytes in flight and row width, each with and without small. The value is log(time / best - 1 + WARP), as the
-search's own model sees it. Each landscape weighs the same. RIDGE was chosen with each problem left out in turn.
+All columns are 0 or 1. They are the levels of every knob and of pairs a thread; the products of every two of these;
+each level times each kind of call (small, packed, in place, with a tail, with sines); and the levels of waves, programs
+a processor, resident threads, registers, bytes in flight and row width, alone and times small. The value is log(time /
+best - 1 + WARP), as in the search's model. Each landscape weighs the same. RIDGE was chosen with each problem left out
+in turn.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from ..storage.landscape import Landscape, load_landscapes
 from ..workload import WORKLOADS
 from .targets import TARGETS, Target, registers_of, resident
 
-DEVICE = "nvidia_h200"  # whose landscapes there are
-RIDGE = 0.03  # a landscape
-WORST = 1.0  # twice the time of the best: how much slower than that makes no difference
-SMALL_BYTES = 8e6  # a call of fewer is over in the time of a launch or two
+DEVICE = "nvidia_h200"  # the device that landscapes were recorded on
+RIDGE = 0.03  # penalty for each landscape
+WORST = 1.0  # twice the time of the best: variants slower than that all count as this slow
+SMALL_BYTES = 8e6  # a call that moves fewer bytes takes no longer than a launch or two
 PAIRS = (0, 1, 2, 3, 4, 5)  # edges of the levels of pairs a thread, in octaves
 
 
@@ -43,7 +44,7 @@ class Model:
     def excess(
         self, problem: Problem, target: Target, rows: Sequence[tuple[Any, Work, Resources | None]]
     ) -> np.ndarray:
-        """How much slower than the best each (variant, work, resources) is thought to be, as a fraction."""
+        """How much slower than the best each (variant, work, resources) is estimated to be, as a fraction."""
         values = _columns(problem, target, rows) @ self.weights
         return np.maximum(np.exp(values) - WARP, 0.0)  # type: ignore[no-any-return]
 
@@ -54,7 +55,7 @@ def _level(value: float, edges: Sequence[float]) -> list[float]:
 
 
 def _on_device(work: Work, target: Target, need: Resources | None) -> list[float]:
-    """The levels of what a launch comes to on a device; their edges are in octaves, but for registers."""
+    """The levels of a launch's amounts on a device; all edges are in octaves, except those of registers."""
     here = resident(work, target, need)
     alone = work.programs / target.processors
     return [
@@ -85,7 +86,7 @@ def _columns(problem: Problem, target: Target, rows: Sequence[tuple[Any, Work, R
 
 
 def normal_equations(landscape: Landscape, target: Target) -> tuple[np.ndarray, np.ndarray]:
-    """What one landscape, measured on ``target``, adds to the two sides of the normal equations."""
+    """The two sides of the normal equations of one landscape, measured on ``target``."""
     problem = landscape.problem
     rows = [
         (v, WORKLOADS[problem.family].work(problem, v)[0], Resources(landscape.registers[v], 0, 0, ""))
@@ -106,11 +107,11 @@ def _all_equations(family: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 @functools.cache
 def fitted(family: str, without: str = "") -> Model | None:
-    """The model of all landscapes of a family, or of all but one problem's; None if there are none."""
+    """The model fitted to all landscapes of a family, or to all except problem ``without``'s; None if there are none."""
     equations = [sides for name, sides in _all_equations(family).items() if name != without]
     if not equations:
         return None
     left, right = (np.sum([sides[i] for sides in equations], axis=0) for i in (0, 1))
     penalty = np.full(len(right), RIDGE * len(equations))
-    penalty[0] = 1e-9  # not of the mean
+    penalty[0] = 1e-9  # the constant column is not penalised
     return Model(np.linalg.solve(left + np.diag(penalty), right))

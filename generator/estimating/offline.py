@@ -1,4 +1,4 @@
-"""What is true without a GPU: compile for a target, check in the interpreter, rank by an estimate."""
+"""Tuning without a GPU: compile for a target, check in the interpreter, rank by an estimate."""
 
 from __future__ import annotations
 
@@ -31,27 +31,28 @@ PICKS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What is known of one problem on a device that is not here. Times are estimates, in microseconds."""
+    """The results for one problem on a device that is not here. Times are estimates, in microseconds."""
 
     problem: Problem
     pool: Pool
-    compiled: dict[Any, tuple[Resources, ...]]  # of the sample, what compiled
-    refused: dict[Any, str]  # of the sample, what the compiler or its report ruled out
+    compiled: dict[Any, tuple[Resources, ...]]  # variants of the sample that compiled
+    refused: dict[Any, str]  # variants of the sample that the compiler or its report ruled out -> reason
     ranked: list[tuple[float, Any]]  # best first
-    measured: Winner | None  # the record's row of this very problem
+    measured: Winner | None  # the record's row of this problem
 
     @property
     def distinct(self) -> int:
-        """How many different pieces of machine code the sample's variants that are left come to."""
+        """How many different pieces of machine code the ranked variants compile to."""
         return len({tuple(n.machine_code for n in self.compiled[v]) for _, v in self.ranked})
 
 
 def sample_of(problem: Problem, pool: Pool, target: Target, count: int, always: Iterable[Any] = ()) -> list[Any]:
     """``count`` variants of a pool: the default, ``always``, the best by the estimate with assumed registers, a spread.
 
-    A pool has thousands of variants at 0.3 s each, so not all are compiled. Half of the sample exploits the
-    estimate, one variant for each tile and launch shape (what it cannot tell apart would fill the half); the other half is
-    evenly spaced over the pool, so that the funnel speaks for all of it. A count of the pool's size takes all.
+    A pool has thousands of variants that take 0.3 s each to compile, so not all are compiled. Half of the sample are
+    the best by the estimate, one variant for each tile and launch shape: otherwise variants that the estimate cannot
+    tell apart would fill this half. The other half is evenly spaced over the pool, so that the funnel speaks for the
+    whole pool. A count of the pool's size takes all.
     """
     if count >= len(pool.variants):
         return list(pool.variants)
@@ -73,7 +74,7 @@ def sample_of(problem: Problem, pool: Pool, target: Target, count: int, always: 
 
 
 def order(us: float, variant: Any) -> tuple[int, tuple[int, ...]]:
-    """Sort key of an estimate: what the model cannot tell apart, 2 percent, goes by simplicity."""
+    """Sort key of an estimate: variants within 2 percent, which the model cannot tell apart, go by simplicity."""
     return round(math.log(us) / math.log(1.02)), variant.simplicity
 
 
@@ -84,7 +85,7 @@ def estimate_problem(
     compiled: dict[Any, concurrent.futures.Future[Any]],
     measured: Winner | None,
 ) -> Estimate:
-    """Rank what compiled of a problem's sample."""
+    """Rank the variants of a problem's sample that compiled."""
     results = {variant: result_of(future) for variant, future in compiled.items()}
     needs = {variant: result for variant, result in results.items() if not isinstance(result, str)}
     reasons = {variant: hopeless(result, target.capability) for variant, result in results.items()}
@@ -123,7 +124,7 @@ def estimate_all(  # noqa: PLR0913 - the parts are independent of each other
 
 
 def check_sample(estimates: list[Estimate]) -> dict[tuple[str, Any], str | None]:
-    """(problem, variant) -> what is wrong in the interpreter, or None: the best pick and the last of each sample."""
+    """(problem, variant) -> what is wrong in the interpreter, or None; for the first and the last of each ranking."""
     cases = [
         (e.problem, variant)
         for e in estimates
@@ -134,7 +135,7 @@ def check_sample(estimates: list[Estimate]) -> dict[tuple[str, Any], str | None]
 
 
 def save(estimates: list[Estimate], target: Target) -> Path:
-    """Keep the picks in the cache, marked as estimated; never in a record, never over a measured row."""
+    """Write the picks to the cache, marked as estimated; never to a record, never over a measured row."""
     rows = [
         {
             "estimated": True,

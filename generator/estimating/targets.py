@@ -1,4 +1,4 @@
-"""Devices that can be compiled for and estimated without having them, and how much of a launch a processor holds at a time."""
+"""Devices to compile and estimate for without having them, and how many programs of a launch a processor holds at a time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import math
 from ..families.amounts import Work
 from ..measuring.compile import Resources
 
-# Before anything is compiled: 8, 16 and 32 pairs a thread compiled to 32, 60 and 96 registers for sm_90.
+# A guess before anything is compiled: for sm_90, 8, 16 and 32 pairs a thread compiled to 32, 60 and 96 registers.
 BASE_REGISTERS, REGISTERS_PER_PAIR = 16, 2.6
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What the estimate needs of a device, from its maker's documents."""
+    """What the estimate must know about a device, from its maker's documents."""
 
     device: str  # as tuned.lookup.record.device_slug names it
     architecture: str  # for generator.measuring.compile.target_of
@@ -30,12 +30,12 @@ class Target:
 
     @property
     def capability(self) -> int:
-        """90 for sm_90; 0 for what has no compute capability."""
+        """90 for sm_90; 0 for a device without a compute capability."""
         return int(self.architecture.removeprefix("sm_")) if self.architecture.startswith("sm_") else 0
 
 
 class UnknownTargetError(ValueError):
-    """No such device is known here; the message lists those that are."""
+    """No such device is known; the message lists the known ones."""
 
 
 # Processors, bandwidth, clock: the makers' data sheets (NVIDIA H200, H100 SXM, A100 80 GB SXM, B200; NVIDIA Ada, Ampere
@@ -66,10 +66,10 @@ TARGETS = {
 
 
 def target_named(name: str) -> Target:
-    """A known device by its name, or by a part that only one has ("h100", "rtx_4090").
+    """A known device by its name, or by a part that only one name has ("h100", "rtx_4090").
 
     Raises:
-        UnknownTargetError: none or several.
+        UnknownTargetError: no device matches, or several do.
     """
     wanted = name.lower().replace(" ", "_").replace("-", "_")
     if wanted in TARGETS:
@@ -87,10 +87,10 @@ def resident(work: Work, target: Target, need: Resources | None) -> int:
     threads = target.warp * work.warps
     registers = registers_of(work, need)
     by_registers = target.registers // (max(8, math.ceil(registers / 8) * 8) * threads)
-    by_shared = target.shared_bytes // ((need.shared_bytes if need else 0) + 1024)  # 1 KiB a program is the system's
+    by_shared = target.shared_bytes // ((need.shared_bytes if need else 0) + 1024)  # the system takes 1 KiB a program
     return max(1, min(target.threads // threads, int(by_registers), by_shared, target.programs))
 
 
 def registers_of(work: Work, need: Resources | None) -> float:
-    """Registers a thread: what the compiler says, or a guess from the pairs of a thread."""
+    """Registers a thread: the compiler's count, or a guess from the pairs a thread."""
     return need.registers if need else BASE_REGISTERS + REGISTERS_PER_PAIR * work.pairs_per_thread

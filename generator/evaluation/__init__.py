@@ -1,1 +1,1 @@
-"""What landscapes say of the search, of the rules of lookup and of the estimate."""
+"""What landscapes say about the search, the rules of lookup and the estimate."""

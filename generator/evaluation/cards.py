@@ -1,8 +1,8 @@
-"""What calls get on cards that nobody measured: shapes drawn by a seed, the choice of dispatch's own lookup, whether it holds.
+"""What dispatch chooses for calls on cards that nobody measured: draw shapes by a seed, ask the lookup, test its choice.
 
 A choice holds if it is legal on the card, ships, compiles without a spill within the card's shared memory, and a processor
 has room for a program; programs that wait for each other must all run at once. A family with a model of its time must
-offer a variant in one launch wherever one fits. A card is its architecture and its processors: nothing is found by a name.
+offer a variant in one launch wherever one fits. A card is known by its architecture and processors, not by its name.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ..searching.pool import legal_pool
 from ..workload import WORKLOADS, Workload, default_problems
 
 SHAPES, SEED = 200, 0
-COMPILE_SECONDS = 120.0  # on a machine that does other things too: how long a compiler took is no verdict
+COMPILE_SECONDS = 120.0  # long, since the machine may do other things too: a slow compilation is no verdict
 RESERVED_BYTES = 1024  # of shared memory, for each program: CUDA C++ Programming Guide, technical specifications
-REGISTER_UNIT = 8  # a thread is given registers in units of so many
+REGISTER_UNIT = 8  # registers are allocated to a thread in units of so many
 # How a family with a model serves a call.
 ONE_LAUNCH, LIBRARY, STEPS = "one launch", "PyTorch's own", "a launch a step"
 
@@ -40,22 +40,22 @@ class Room:
 
     need: Resources
     warps: int
-    waits: bool  # its programs wait for each other
+    waits: bool  # whether its programs wait for each other
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A call on a card, and what serves it there."""
+    """A call on a card, and the choice that serves it there."""
 
     problem: Problem
     choice: Choice
-    way: str | None  # of the three above; None for a family without a model
-    wrong: str | None  # why the choice does not hold, as far as that is known without the compiler
+    way: str | None  # one of the three above; None for a family without a model
+    wrong: str | None  # why the choice does not hold, if that is known without the compiler
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What the compiler says of one of the choices; ``wrong`` is why it does not hold."""
+    """What the compiler says of one of the choices; ``wrong`` is why the choice does not hold."""
 
     asked: Asked
     rooms: tuple[Room, ...]
@@ -69,11 +69,11 @@ class Card:
     target: Target
     asked: tuple[Asked, ...]
     kernels: tuple[Kernel, ...]
-    distinct: int  # kernels among the choices, of which ``kernels`` were compiled
+    distinct: int  # how many different kernels the choices have; ``kernels`` are those that were compiled
 
     @property
     def wrong(self) -> list[str]:
-        """What does not hold, as sentences."""
+        """The choices that do not hold, as sentences."""
         found = [(a.problem, a.choice, a.wrong) for a in (*self.asked, *self.unfit) if a.wrong is not None]
         return [
             f"{self.target.device}: {p.family} {p.spec} with {p.size}: {choice.rule}: {why}: {choice.variant}"
@@ -87,10 +87,10 @@ class Card:
 
 
 def cards_named(names: str | None) -> list[Target]:
-    """The targets of these names (parts, with commas between); without names those that have no table here.
+    """The targets with these names (or parts of names, with commas between); without names, all that have no table here.
 
     Raises:
-        UnknownTargetError: a name is of none or of several.
+        UnknownTargetError: a name fits no target or several.
     """
     if names is None:
         measured = tables()
@@ -104,18 +104,18 @@ def cards_named(names: str | None) -> list[Target]:
 
 
 def drawn(count: int, seed: int, families: Mapping[str, Workload] | None = None) -> list[Problem]:
-    """So many problems, each family in turn, of all or of these; the same seed, the same problems."""
+    """So many problems, of each family in turn, of all families or of these; the same seed gives the same problems."""
     works, draw = list((families or WORKLOADS).values()), random.Random(seed)  # noqa: S311 - shapes, no secrets
     return [_drawn(works[i % len(works)], draw) for i in range(count)]
 
 
 def _drawn(work: Workload, draw: random.Random) -> Problem:
-    """A problem of any shape; of a family that draws none, one of its own."""
+    """A problem of any shape; for a family that draws no shapes, one of its default problems."""
     return draw.choice(default_problems(work.family.name)) if work.any_shape is None else work.any_shape(draw)
 
 
 def gpu_of(target: Target) -> Gpu:
-    """A card as dispatch sees one: by its architecture and its processors, under a name that no table has."""
+    """A card as dispatch sees it: its architecture and its processors, under a name that no table has."""
     return Gpu(f"any_{target.architecture}_of_{target.processors}", target.capability, target.processors)
 
 
@@ -140,7 +140,7 @@ def ask(problem: Problem, target: Target) -> Asked:
 
 
 def _not_offered(problem: Problem, target: Target) -> str | None:
-    """Why a variant in one launch should have been thought of; None if none fits, of all that there are."""
+    """The complaint that a variant in one launch fits and was not offered; None if no variant of the pool fits."""
     family = WORKLOADS[problem.family].family
     assert family.model is not None
     pool = legal_pool(problem, target.capability, target.processors).variants
@@ -163,7 +163,7 @@ def rooms(problem: Problem, variant: Any, architecture: str) -> tuple[Room, ...]
 
 
 def no_room(found: tuple[Room, ...] | str, target: Target) -> str | None:
-    """Why a card does not run what was compiled, or None."""
+    """Why a card cannot run the compiled kernels, or None."""
     needs = found if isinstance(found, str) else tuple(room.need for room in found)
     if (reason := hopeless(needs, target.capability)) is not None:
         return reason
@@ -184,7 +184,7 @@ def _no_room(room: Room, target: Target) -> str | None:
 
 
 def held(room: Room, target: Target) -> int:
-    """Programs of a launch that a processor holds at a time: the CUDA occupancy calculation."""
+    """How many programs of a launch a processor holds at a time: the CUDA occupancy calculation."""
     threads = target.warp * room.warps
     registers = ceil_div(max(1, room.need.registers), REGISTER_UNIT) * REGISTER_UNIT
     reserved = RESERVED_BYTES if target.capability else 0
@@ -198,7 +198,7 @@ def held(room: Room, target: Target) -> int:
 
 
 def _code(asked: Asked) -> tuple[Any, ...]:
-    """Equal for choices that Triton compiles alike: it tells sizes apart that are 1, or multiples of 16."""
+    """A key, equal for choices that Triton compiles alike: of a size, it knows whether it is 1, or a multiple of 16."""
     sizes = tuple((n == 1, n % 16 == 0) for n in dataclasses.astuple(asked.problem.size))
     return asked.problem.family, asked.problem.spec, asked.choice.variant, sizes
 
@@ -206,7 +206,7 @@ def _code(asked: Asked) -> tuple[Any, ...]:
 def look(
     target: Target, shapes: int, seed: int, compiler: concurrent.futures.Executor, most: int | None = None
 ) -> Card:
-    """Ask for so many shapes, and compile each kernel among the choices once, or ``most`` of them, evenly spaced."""
+    """Ask for so many shapes; compile each different kernel of the choices once, or ``most`` of them, evenly spaced."""
     asked = tuple(ask(problem, target) for problem in drawn(shapes, seed))
     by_code = {_code(a): a for a in reversed(asked) if a.choice.variant is not None and a.wrong is None}
     every = list(reversed(by_code.values()))
@@ -229,7 +229,7 @@ def by_family(card: Card) -> Iterator[tuple[str, list[Asked], list[Kernel]]]:
 
 
 def ways(card: Card) -> dict[tuple[str, str], Counter[str]]:
-    """(family, dtype) -> how often its calls are served in which way; of families with a model."""
+    """(family, dtype) -> how often its calls are served in which way, for families with a model."""
     found: dict[tuple[str, str], Counter[str]] = {}
     for asked in card.asked:
         if asked.way is not None:

@@ -1,4 +1,4 @@
-"""The search against others on foreign landscapes: figures with their confidence intervals, in tables."""
+"""The search compared with other strategies on foreign landscapes: figures with confidence intervals, in tables."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from .foreign import Foreign
 from .replay import Replay, Strategy, evaluations, strategies
 
 RESAMPLED = 2000  # times
-SLOW = 5  # a strategy that is slow gets one seed where others get so many
-# Of generator.evaluation.replay.strategies; a foreign landscape has no default, but all begin with the same variant.
+SLOW = 5  # a slow strategy gets one seed where others get so many
+# Names in generator.evaluation.replay.strategies -> names here. A foreign landscape has no default: all strategies
+# begin with the same variant instead.
 COMPARED = {
     "tune.py": "tune.py",
     "the default, then random, none twice": "random, none twice",
@@ -31,12 +32,12 @@ Interval = tuple[float, float]  # of 95 percent
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """How far from the best the searches of one strategy ended, 0.01 is 1 percent slower, and what they measured for it."""
+    """How far from the best the searches of one strategy ended (0.01 is 1 percent slower), and the GPU time that they took."""
 
     searches: int
     mean: float
     mean_between: Interval
-    more: float  # than the mean of the strategy that it is held against
+    more: float  # the mean less the mean of the first strategy, with which it is compared
     more_between: Interval
     median: float
     median_between: Interval
@@ -68,9 +69,10 @@ def runs(landscapes: Sequence[Foreign], strategy: Strategy, seeds: int) -> list[
 
 
 def figures(found: Sequence[Sequence[Replay]], first: Sequence[Sequence[Replay]]) -> Figures:
-    """Of the searches of each landscape, beside those of another strategy; intervals hold for other landscapes like these and other seeds.
+    """Figures of a strategy's searches of each landscape, beside those of the ``first`` strategy.
 
-    Both are drawn again, with replacement: landscapes, and the searches of each; the same landscapes for both strategies.
+    For the intervals, landscapes and the searches of each are drawn again, with replacement, the same landscapes for
+    both strategies. So the intervals hold for other landscapes like these and for other seeds.
     """
     ends, others = ([np.array([r.regrets[-1] for r in searches]) for searches in each] for each in (found, first))
     every = np.concatenate(ends)
@@ -117,7 +119,7 @@ def _cells(found: Figures, *, first: bool) -> list[str]:
 
 
 def comparison_table(landscapes: Sequence[Foreign], found: dict[str, list[list[Replay]]]) -> Table:
-    """A column a strategy."""
+    """The figures, one column for each strategy."""
     least, most = min(map(evaluations, landscapes)), max(map(evaluations, landscapes))
     trials = str(most) if least == most else f"{least} to {most}"
     table = turned(
@@ -138,7 +140,7 @@ def _strategy_rows(found: dict[str, list[list[Replay]]]) -> list[list[str]]:
 
 
 def landscape_table(landscapes: Sequence[Foreign], found: dict[str, list[list[Replay]]]) -> Table:
-    """A row a landscape: its size, and the mean of each strategy."""
+    """One row for each landscape: its size, and the mean of each strategy."""
     heads = ("pool", "the first", *found)
     table = framed("The same, the mean of each", "landscape", *(Column(head, justify="right") for head in heads))
     for cells in _landscape_rows(landscapes, found):

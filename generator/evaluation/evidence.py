@@ -1,4 +1,4 @@
-"""What landscapes prove, in tables: of the search against others, of two tunings against each other, of the estimate."""
+"""Tables of what landscapes prove: the search against other strategies, two tunings against each other, the estimate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..workload import WORKLOADS, default_variant
 from .replay import SHARE, agreement, evaluations, strategies, summary
 
 FIRST = 5  # picks of the estimate
-# Head of a column -> its name in generator.evaluation.replay.summary.
+# Head of a column -> the figure's name in generator.evaluation.replay.summary.
 COLUMNS = {
     "after 15": "median at 15",
     "after 30": "median at 30",
@@ -45,7 +45,7 @@ class Guess:
 def searches(
     landscapes: Sequence[Landscape], seeds: int, *, plain: bool, tell: Callable[[str], None] = lambda _: None
 ) -> dict[str, tuple[int, dict[str, float]]]:
-    """How many searches there were of every strategy, and their generator.evaluation.replay.summary; ``seeds`` a landscape."""
+    """Strategy -> (its number of searches, their generator.evaluation.replay.summary); ``seeds`` searches a landscape."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     found = {}
     for name, strategy in strategies(landscapes).items():
@@ -64,7 +64,7 @@ def _cells(count: int, found: dict[str, float]) -> list[str]:
 
 
 def search_table(landscapes: Sequence[Landscape], found: dict[str, tuple[int, dict[str, float]]]) -> Table:
-    """A column a strategy."""
+    """The figures, one column for each strategy."""
     least, most = min(map(evaluations, landscapes)), max(map(evaluations, landscapes))
     table = turned(
         f"Percent slower than the best of all variants,\nafter {least} to {most} evaluations, {SHARE:.0%} of a pool",
@@ -80,7 +80,7 @@ def search_table(landscapes: Sequence[Landscape], found: dict[str, tuple[int, di
 
 
 def search_markdown(found: dict[str, tuple[int, dict[str, float]]]) -> str:
-    """The same for a README."""
+    """The same figures as Markdown, for a README."""
     heads = ("strategy", "searches", *COLUMNS, "wasted proposals", "ms a proposal")
     rows = [heads, ("---", *["---:"] * (len(heads) - 1))]
     rows += [(name, *_cells(count, cells)) for name, (count, cells) in found.items()]
@@ -110,7 +110,7 @@ def guesses(landscapes: Sequence[Landscape]) -> list[Guess]:
 
 
 def guess_table(found: Sequence[Guess]) -> Table:
-    """A row a problem, then the median and the worst."""
+    """One row for each problem, then the median and the worst."""
     title = "The estimate on problems that it has not seen: percent slower than the best"
     table = figures(title, "problem", "its first pick", f"best of its first {FIRST}", "the default")
     columns = [[getattr(g, name) for g in found] for name in ("first", "best_of_five", "default")]

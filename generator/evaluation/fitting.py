@@ -1,4 +1,4 @@
-"""Fit the models of tuned.lookup.model to samples, and tell what their picks cost on problems that were left out."""
+"""Fit the models of tuned.lookup.model to samples, and report the regret of their picks on problems that were left out."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ..problem import Problem
 from ..storage.samples import Samples, load_all
 from ..workload import WORKLOADS
 
-FIGURES = 4  # significant digits of a weight: the same on every machine
-OVER = 6.0  # how much worse it is to think PyTorch's own slower than it is: then a kernel is chosen that loses
-ROUNDS = 60  # of fitting with the weights of the errors of the round before
-PARTS = 11  # of the hidden sizes, of which one is left out at a time
-LEAST_CHOICE = 4  # kernels of a problem, for regret
-LEAST_STEPS = 32  # shorter sequences are mostly the start of their kernels, whose time varies
+FIGURES = 4  # significant digits of a weight: so few are the same on every machine
+OVER = 6.0  # how much worse it is to predict too long a time for PyTorch's operator: then a kernel is chosen that loses
+ROUNDS = 60  # of fitting, each with weights from the errors of the round before
+PARTS = 11  # of the hidden sizes; one part is left out at a time
+LEAST_CHOICE = 4  # measured kernels that a problem must have for a regret
+LEAST_STEPS = 32  # shorter sequences spend most time on starting their kernels, which varies
 
 
 def least_squares(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """The least-squares solution without a negative weight: the active sets of Lawson and Hanson (1974), chapter 23."""
     count = rows.shape[1]
-    q, rows = np.linalg.qr(rows)  # once, and then on a square: a fit of ten thousand rows takes tens of solutions
+    q, rows = np.linalg.qr(rows)  # reduces ten thousand rows to a square matrix once: a fit solves it tens of times
     wanted = q.T @ wanted
     inside = np.zeros(count, bool)
     found = np.zeros(count)
@@ -51,7 +51,7 @@ def least_squares(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def _fitted(amounts: Sequence[dict[str, float]], us: Sequence[float], trust: Sequence[float], over: float) -> Weights:
-    """Weights of amounts for relative errors, each row counting as far as it is trusted."""
+    """Weights of amounts that minimise relative errors; ``trust`` says how much each row counts."""
     names = sorted({name for row in amounts for name in row})
     times, weight = np.array(us), np.array(trust)
     rows = np.array([[row.get(name, 0.0) for name in names] for row in amounts]) / times[:, None]
@@ -72,12 +72,12 @@ def _amounts(family: str, spec: Any, size: Any, variant: Any) -> dict[str, float
 
 
 def fit(of: Sequence[Samples]) -> dict[str, Weights]:
-    """Which model -> its weights, from all samples of a family, of every device."""
+    """Model -> its weights, from all samples of a family, on every device."""
     return fit_kernels(of) | _fit_replaced(of)
 
 
 def fit_kernels(of: Sequence[Samples], left_out: Callable[[Problem], bool] = lambda _: False) -> dict[str, Weights]:
-    """The models of what this package launches, but for samples of problems that are left out."""
+    """The models of the kernels that this package launches, fitted without the problems that are left out."""
     model = WORKLOADS[of[0].family].family.model
     assert model is not None, f"{of[0].family} has no model"
     amounts: list[dict[str, float]] = []
@@ -90,7 +90,7 @@ def fit_kernels(of: Sequence[Samples], left_out: Callable[[Problem], bool] = lam
         best = min(ours.values())
         amounts += [_amounts(of[0].family, problem.spec, problem.size, v) for v in ours]
         us += ours.values()
-        trust += [best / t for t in ours.values()]  # what is near the best is what is chosen among
+        trust += [best / t for t in ours.values()]  # the pick is made among variants near the best: these count most
     found = {"kernels": _fitted(amounts, us, trust, 1.0)}
     by_step = [
         (amounts, times[variant])
@@ -105,7 +105,7 @@ def fit_kernels(of: Sequence[Samples], left_out: Callable[[Problem], bool] = lam
 
 
 def _fit_replaced(of: Sequence[Samples]) -> dict[str, Weights]:
-    """The models of PyTorch's own, and of the product of the input."""
+    """The models of PyTorch's operators, and of the product of the input."""
     model = WORKLOADS[of[0].family].family.model
     assert model is not None, f"{of[0].family} has no model"
     found: dict[str, Weights] = {}
@@ -116,7 +116,7 @@ def _fit_replaced(of: Sequence[Samples]) -> dict[str, Weights]:
         kinds.setdefault(kind, []).append((row, one.us))
     for kind, rows in sorted(kinds.items()):
         found[kind] = _fitted([row for row, _ in rows], [t for _, t in rows], [1.0] * len(rows), OVER)
-    alone = [r for r in replaced if r.projection_us and r.spec.item == 2]  # noqa: PLR2004 - not by IEEE float32
+    alone = [r for r in replaced if r.projection_us and r.spec.item == 2]  # noqa: PLR2004 - without IEEE float32
     products = [model.projection(r.spec, r.size) for r in alone]
     found["projection"] = _fitted(products, [r.projection_us for r in alone], [1.0] * len(alone), 1.0)
     return found
@@ -124,7 +124,7 @@ def _fit_replaced(of: Sequence[Samples]) -> dict[str, Weights]:
 
 @functools.cache
 def models() -> dict[str, dict[str, Weights]]:
-    """Family -> the models of it, fitted to all that there is."""
+    """Family -> its models, fitted to all samples."""
     found: dict[str, list[Samples]] = {}
     for samples in load_all():
         found.setdefault(samples.family, []).append(samples)
@@ -132,17 +132,17 @@ def models() -> dict[str, dict[str, Weights]]:
 
 
 def same_part(one: Problem, other: Any) -> bool:
-    """Leave shapes out: every problem of an eleventh of the hidden sizes."""
+    """Whether two problems are in the same part: each part has an eleventh of the hidden sizes."""
     return bool(one.spec.hidden // 4 % PARTS == other.spec.hidden // 4 % PARTS)
 
 
 def regrets(
     samples: Samples, left_out: Callable[[Problem, Any], bool], others: Sequence[Samples] = ()
 ) -> dict[str, float]:
-    """Problem -> how much slower than its best variant the pick is, if what ``left_out`` says was never measured, row or sample.
+    """Problem -> how much slower than its best variant the pick is, without the rows and samples that ``left_out`` names.
 
-    ``others``: samples of other devices, to which the model is fitted too. Of problems with few kernels measured there is little to
-    choose: they have none.
+    ``others``: samples of other devices, to which the model is fitted too. Problems with few measured kernels offer
+    little to choose from: they are skipped.
     """
     model = WORKLOADS[samples.family].family.model
     assert model is not None, f"{samples.family} has no model"
@@ -166,7 +166,7 @@ def regrets(
 def best_of(
     of: Samples, problem: Problem, variants: Iterable[Any], weights: dict[str, Weights], rows: Iterable[Any]
 ) -> Any:
-    """As tuned.lookup picks in a CUDA graph on the GPU of these samples, among these variants and with these rows."""
+    """The variant, of these, that tuned.lookup picks with these rows, in a CUDA graph on the GPU of these samples."""
     family = WORKLOADS[of.family].family
     model = family.model
     assert model is not None, f"{of.family} has no model"
@@ -183,7 +183,7 @@ def best_of(
 
 
 def summary(found: dict[str, float]) -> str:
-    """Median, mean, what nine in ten stay below, and worst, as a phrase."""
+    """Median, mean, the bound that nine in ten stay below, and the worst, as a phrase."""
     if not found:
         return f"nothing is known: no problem has {LEAST_CHOICE} kernels measured"
     regrets, (worst, name) = sorted(found.values()), max((regret, name) for name, regret in found.items())

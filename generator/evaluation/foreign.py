@@ -1,4 +1,4 @@
-"""Landscapes of others' kernels: what Kernel Tuner kept of a space that it measured whole, as the search replays on it."""
+"""Landscapes of others' kernels: Kernel Tuner's cache of a space that it measured whole, on which searches are replayed."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from ..searching.pool import Pool
 from ..searching.space import Space
 from ..storage.landscape import Landscape, LandscapeError
 
-FAILED_MS = 1e20  # what earlier versions of Kernel Tuner write for the time of what failed
-CAPABILITY = 90  # of no meaning here: nothing is compiled
+FAILED_MS = 1e20  # earlier versions of Kernel Tuner write this as the time of a failed variant
+CAPABILITY = 90  # without meaning here: nothing is compiled
 
 
 @dataclasses.dataclass(frozen=True)
 class Foreign(Landscape):
-    """A landscape of no family: with the space that it is of, and what measuring it took."""
+    """A landscape of no family, with its space and the GPU time that measuring it took."""
 
     space: Space
-    gpu_s: dict[Any, float]  # of all timed launches of a variant together, warming and compiling apart
+    gpu_s: dict[Any, float]  # of all timed launches of a variant together, without warming and compiling
 
 
 def load_foreign(path: Path, name: str | None = None) -> Foreign:
-    """Read a cache file of Kernel Tuner, gzipped or not. Parameters of one value are no knobs; numbers are ordered.
+    """Read a cache file of Kernel Tuner, gzipped or not. Parameters with one value are no knobs; numbers are ordered.
 
     A foreign space has no default. The search begins with the variant that ran and whose knobs are nearest to the
     middle of their choices.
 
     Raises:
-        LandscapeError: the file is none.
+        LandscapeError: the file is no such cache.
     """
     try:
         raw = path.read_bytes()
@@ -51,10 +51,10 @@ def load_foreign(path: Path, name: str | None = None) -> Foreign:
 
 
 def load_folder(folder: Path) -> list[Foreign]:
-    """Every cache file of a folder and of those in it, by name; not the same in the format T4, NAME_T4.json.
+    """Every cache file of a folder and of the folders in it, by name; copies in the format T4, NAME_T4.json, are skipped.
 
     Raises:
-        LandscapeError: one of them is none, or there are none.
+        LandscapeError: there are no such files, or one of them is no cache of Kernel Tuner.
     """
     endings = (".json", ".json.gz")
     twice = tuple(f"_T4{ending}" for ending in endings)
@@ -117,7 +117,7 @@ def _foreign(content: Any, name: str) -> Foreign:
 
 
 def _ranked(values: Iterable[Any]) -> tuple[Any, ...]:
-    """The values of a parameter, numbers by size."""
+    """The values of a parameter, sorted."""
     kinds = collections.Counter("text" if isinstance(v, str) else "number" for v in values)
     if len(kinds) > 1:
         raise ValueError(f"a parameter has numbers and texts among its values: {list(values)}")

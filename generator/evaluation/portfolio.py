@@ -1,4 +1,4 @@
-"""A short list of variants that serves all measured problems well: what a quick run measures on a GPU that is new."""
+"""A short list of variants that serves all measured problems well: a quick run measures only these on a new GPU."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .regret import Score
 
 M = TypeVar("M", Landscape, Winner)
 LEAST, MOST = 5, 15  # variants a portfolio
-ENOUGH = 0.01  # worst regret at which no more are added: two variants this near are the same in the noise
-NEAR = 0.05  # only what is within this of some problem's best can be worth a place
+ENOUGH = 0.01  # worst regret at which no more variants are added: two variants this near are the same in the noise
+NEAR = 0.05  # only a variant within this of some problem's best can be worth a place
 
 
 def cover(landscapes: list[Landscape], least: int = LEAST, most: int = MOST) -> list[Any]:
-    """Variants so that each problem's best among them, or its default, is near its best of all; the most useful first.
+    """Variants among which, or in its default, each problem has one near its best of all; the most useful come first.
 
-    Greedy: each takes the worst regret of any problem down as far as one variant can, then the mean.
+    The choice is greedy: each variant lowers the worst regret of any problem as far as one variant can, then the mean.
     """
     left = [one.regret(default_variant(one.problem)) for one in landscapes]
     costs = [{v: us / best - 1 for v, us in one.times.items()} for one in landscapes for best in (one.best_us,)]
@@ -44,18 +44,18 @@ def cover(landscapes: list[Landscape], least: int = LEAST, most: int = MOST) -> 
 
 
 def of_winners(winners: Iterable[Winner], most: int = MOST) -> list[Any]:
-    """The winners themselves, those of most problems first, for a family without landscapes."""
+    """The winning variants, those that won most problems first, for a family without landscapes."""
     counts = collections.Counter(w.variant for w in winners)
     return sorted(counts, key=lambda v: (-counts[v], v.simplicity))[:most]
 
 
 def of_best(one: Landscape, variants: Iterable[Any]) -> float:
-    """Regret of the best of the variants and the default on a problem: what measuring just these would have found."""
+    """Regret on a problem of the best among the variants and the default, as if only these had been measured."""
     return min(one.regret(variant) for variant in (default_variant(one.problem), *variants))
 
 
 def left_out(landscapes: list[Landscape]) -> Score:
-    """What a portfolio that was chosen without a problem finds for it, for each problem in turn."""
+    """For each problem, the regret of a portfolio that was chosen without it."""
     return Score(
         "portfolio",
         {
@@ -67,10 +67,10 @@ def left_out(landscapes: list[Landscape]) -> Score:
 
 @dataclasses.dataclass(frozen=True)
 class Portfolio:
-    """The variants of one family on one kind of architecture, and which of them is the best where it was measured."""
+    """The variants of one family on one architecture, and which of them is the best on each measured problem."""
 
     variants: tuple[Any, ...]
-    best: tuple[tuple[Any, Any, int], ...]  # spec, size, index of the variant
+    best: tuple[tuple[Any, Any, int], ...]  # (spec, size, index of the best variant)
 
 
 def _of_landscapes(landscapes: list[Landscape]) -> Portfolio:
@@ -90,7 +90,7 @@ def _of_rows(rows: list[Winner]) -> Portfolio:
 
 
 def _by_kind(found: Iterable[tuple[str, M]]) -> dict[tuple[str, str], list[M]]:
-    """(architecture, family) -> what was measured of a family there; on any architecture, all of it."""
+    """(architecture, family) -> what was measured of the family there; under ANY, what was measured anywhere."""
     grouped = collections.defaultdict(list)
     for family, one in found:
         for architecture in (architecture_of(one.environment["capability"]), ANY):
@@ -110,12 +110,12 @@ def portfolios(winners: Iterable[Winner]) -> dict[tuple[str, str], Portfolio]:
     """(architecture, family) -> portfolio: from landscapes where a family has them, else from the winners of records."""
     rows = _by_kind((winner.family, winner) for winner in winners)
     found = {key: _of_rows(measured) for key, measured in rows.items()} | _measured_whole()
-    # An architecture that knows no more than all together do needs none of its own.
+    # An architecture whose portfolio equals that of ANY needs none of its own.
     return {key: p for key, p in sorted(found.items()) if key[0] == ANY or p != found[ANY, key[1]]}
 
 
 def candidates(problem: Problem, capability: int, multiprocessors: int | None = None) -> list[Any]:
-    """What a quick run measures of a problem: the default, and what is legal of the architecture's portfolio."""
+    """The variants that a quick run measures of a problem: the default and the architecture's portfolio, if legal."""
     family = WORKLOADS[problem.family].family
     tried = (default_variant(problem, capability), *variants_for(problem.family, capability))
     listed = dict.fromkeys(family.fit(v, problem.spec, capability) for v in tried)

@@ -18,7 +18,7 @@ from ..rendering.structures import current
 from ..searching.pool import legal_pool
 from ..storage.landscape import Landscape, save
 
-AGAIN = 16  # the best by a first timing are timed again together: the least of a thousand noisy times is too low
+AGAIN = 16  # so many best variants are timed again together: the least of a thousand noisy times is too low
 
 
 def record(
@@ -58,7 +58,7 @@ def record(
 
     for variant, future in [(variant, submit(variant)) for variant in variants]:  # compilers go ahead of the GPU
         attempt(variant, future)
-    for tries in range(1, LOADED):  # what may have failed by a busy machine: generator.failures
+    for tries in range(1, LOADED):  # try failures again that a busy machine may have caused: generator.failures
         for variant in [v for v, why in failed.items() if tries < times_to_be_a_fact(why)]:
             attempt(variant, submit(variant))
     best = sorted(times, key=times.__getitem__)[:AGAIN]

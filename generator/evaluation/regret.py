@@ -1,4 +1,4 @@
-"""Which rule serves best what was not tuned: each rule picks for measured problems whose own row it is not shown."""
+"""Which rule serves untuned problems best: each rule picks variants for measured problems without seeing their own row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..searching.search import choose
 from ..storage.landscape import Landscape, load_landscapes
 from ..workload import WORKLOADS, default_variant
 
-SERVED = "nearest row, tile rescaled"  # what tuned.lookup.lookup does; a test holds it against the others
+SERVED = "nearest row, tile rescaled"  # what tuned.lookup.lookup does; a test compares it with the others
 MEDIAN, WORST = 0.02, 0.10  # bars: how much slower than the best a pick may be
 
 
@@ -35,7 +35,7 @@ class Score:
 
     @property
     def median(self) -> float:
-        """Half of the picks are no worse."""
+        """The median regret: half of the picks are no worse."""
         return statistics.median(self.regrets.values())
 
     @property
@@ -45,18 +45,18 @@ class Score:
 
     @property
     def text(self) -> str:
-        """Both, as a phrase."""
+        """Median and worst, as a phrase."""
         return f"median {100 * self.median:.2f} %, worst {100 * self.worst[0]:.1f} % ({self.worst[1]})"
 
 
 def row_of(landscape: Landscape) -> Row:
-    """The row that tuning would have left: inside the noise the simplest variant, as generator.searching.search chooses."""
+    """The row that tuning would have left, with the simplest variant within the noise, as generator.searching.search chooses."""
     problem = landscape.problem
     return Row(problem.spec, problem.size, choose(landscape.times, None), None, landscape.best_us, problem.name)
 
 
 def _best_on_average(held: Landscape, others: list[Landscape]) -> Any:
-    """The legal variant with the least mean log time over the others; as slow as the slowest where it was not legal."""
+    """The legal variant with the least mean log time over the others; where it was not legal, the slowest time counts."""
     logs = [{v: math.log(us) for v, us in other.times.items()} for other in others]
     slowest = [max(log.values()) for log in logs]
 
@@ -90,7 +90,7 @@ def _nearest_row(rescaled: bool, measure: str) -> Callable[[Landscape, list[Land
         rows = [row_of(other) for other in others]
         size = problem.size
         if measure == "bytes":
-            # The lookup counts tokens: give it bytes in their place.
+            # The lookup compares tokens: give it bytes in their place.
             size = _Amount(problem.size, work.bytes_moved(problem.spec, problem.size))
             rows = [dataclasses.replace(r, size=_Amount(r.size, work.bytes_moved(r.spec, r.size))) for r in rows]
             family = dataclasses.replace(
@@ -102,7 +102,7 @@ def _nearest_row(rescaled: bool, measure: str) -> Callable[[Landscape, list[Land
 
 
 def _served(family: Any, held: Landscape, size: Any, rows: list[Row]) -> Any:
-    """The variant that a family's lookup gives a problem by these rows alone."""
+    """The variant that a family's lookup gives a problem if it has only these rows."""
     found = nearest(family, held.problem.spec, size, rows, *_gpu(held))
     return default_variant(held.problem) if found is None else found[2]
 
@@ -114,7 +114,7 @@ def _gpu(held: Landscape) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Amount:
-    """A size that counts something else than tokens."""
+    """A size with another amount in place of its tokens."""
 
     size: Any
     tokens: int
@@ -131,7 +131,7 @@ RULES: dict[str, Callable[[Landscape, list[Landscape]], Any]] = {
 
 
 def same_shape(one: Problem | Winner, other: Problem) -> bool:
-    """Leave a shape out: every layout, direction and style of the same tensor."""
+    """Whether two problems have the same shape: any layout, direction and style of the same tensor."""
     names = ("dtype", "heads", "head_dim", "rotary_dim", "hidden")
     return one.size == other.size and all(getattr(one.spec, n, None) == getattr(other.spec, n, None) for n in names)
 
@@ -141,7 +141,7 @@ def scores(
     left_out: Callable[[Problem, Problem], bool] = same_problem,
     rules: Iterable[str] = tuple(RULES),
 ) -> list[Score]:
-    """The rules' regret on each problem, with what ``left_out`` says taken from what a rule sees."""
+    """The rules' regret on each problem; a rule does not see the problems for which ``left_out`` is true."""
     every = list(landscapes)
     shown = [
         (held, [o for o in every if o.problem.family == held.problem.family and not left_out(o.problem, held.problem)])
@@ -160,7 +160,7 @@ def from_record(
     winners: list[Winner],
     left_out: Callable[[Winner, Problem], bool] = same_problem,
 ) -> Score | None:
-    """What the rule that serves makes of a record's rows, without those that ``left_out`` names; None without any."""
+    """The score of the rule that serves on a record's rows, without the left out ones; None if no rows remain."""
     regrets = {}
     for held in landscapes:
         family = WORKLOADS[held.problem.family].family
@@ -175,7 +175,7 @@ def from_record(
 
 
 def best_rule(found: list[Score]) -> Score:
-    """The lowest worst case among the rules whose median is within its bar; of all, if none is."""
+    """The rule with the lowest worst case among those whose median is within its bar; among all, if none is."""
     return min(
         [s for s in found if s.median <= MEDIAN] or found, key=lambda s: (s.worst[0], s.median, s.rule != SERVED)
     )
@@ -183,7 +183,7 @@ def best_rule(found: list[Score]) -> Score:
 
 @functools.cache
 def metadata(device: str) -> dict[str, Any]:
-    """What a device's table says of the rule that serves what it has no row for; nothing where no landscape is."""
+    """What a device's table says of the rule that serves calls without a row; nothing if there are no landscapes."""
     measured = load_landscapes(device)
     figures = {
         name: {
@@ -199,7 +199,7 @@ def metadata(device: str) -> dict[str, Any]:
 
 
 def regret_table(found: list[Score], title: str) -> Table:
-    """Rules and what they cost, best first."""
+    """The rules and their regrets, best first."""
     table = figures(title, "rule", "median %", "worst %", Column("worst at", overflow="fold"))
     for score in sorted(found, key=lambda s: s.worst[0]):
         worst, name = score.worst

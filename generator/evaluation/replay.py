@@ -1,4 +1,4 @@
-"""Replay searches on recorded landscapes, with no GPU: how near the best after how many evaluations."""
+"""Replay searches on recorded landscapes, with no GPU: how near they come to the best after how many evaluations."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from ..searching.space import Space, space_of
 from ..storage.landscape import Landscape
 from .foreign import Foreign
 
-SHARE, LEAST = 0.15, 60  # a search may measure this share of a pool, or so many, whichever is more
-MARKS = (15, 30, 60)  # evaluations after which the regret is told, beside the end
-NOISE = 0.004  # of one timing of a trial, relative: what interleaved repetitions on an H200 show for small kernels
-PROPOSALS = 2  # a plain sampler may propose so many times its evaluations before it is stopped
+SHARE, LEAST = 0.15, 60  # a search may measure SHARE of a pool, or LEAST variants, whichever is more
+MARKS = (15, 30, 60)  # evaluations after which the regret is reported, beside the end
+NOISE = 0.004  # of one timing of a trial, relative: interleaved repetitions on an H200 show so much for small kernels
+PROPOSALS = 2  # a plain sampler is stopped after so many times as many proposals as evaluations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +44,19 @@ class Replay:
 
     problem: str
     regrets: tuple[float, ...]  # of the best so far, after 1, 2, ... evaluations: 0.01 is 1 percent slower
-    regret: float  # of the variant that the search names; a pool of up to 300 is then measured whole
+    regret: float  # of the variant that the search names as winner; a pool of up to 300 is then measured whole
     variant: Any
-    wasted: int  # proposals that were illegal or seen
-    seconds: float  # of proposing
-    gpu_s: float  # of all that was measured, where the landscape tells
+    wasted: int  # proposals that were illegal or seen before
+    seconds: float  # spent on proposing
+    gpu_s: float  # of all measured variants, if the landscape tells
 
     def after(self, evaluations: int) -> float:
-        """Regret of the best of the first evaluations."""
+        """Regret of the best variant among the first so many evaluations."""
         return self.regrets[min(evaluations, len(self.regrets)) - 1]
 
 
 def evaluations(landscape: Landscape) -> int:
-    """What a search may measure of a landscape's pool: a share of it, and of a foreign one as many as ``tune.py`` does."""
+    """How many variants of a landscape's pool a search may measure: a share; on a foreign one as many as ``tune.py`` does."""
     pool = len(landscape.times) + len(landscape.failed)
     if isinstance(landscape, Foreign):
         return min(pool, TRIALS)
@@ -64,7 +64,7 @@ def evaluations(landscape: Landscape) -> int:
 
 
 def _space(landscape: Landscape) -> Space:
-    """What a search of a landscape chooses from."""
+    """The space that a search of a landscape chooses from."""
     if isinstance(landscape, Foreign):
         return landscape.space
     return space_of(landscape.problem, landscape.environment["capability"], landscape.environment["multiprocessors"])
@@ -79,29 +79,29 @@ class _Gpu:
         self.measured: list[Any] = []
 
     def start(self) -> None:
-        """Nothing is lost here."""
+        """Do nothing: this worker is never lost."""
 
     def stage(self, _problem: Problem) -> Baselines:
-        """What was measured when the landscape was."""
+        """The baselines that were measured with the landscape."""
         return Baselines(self.landscape.copy_us, self.landscape.floor_us, 1.0, 1)
 
     def _timing(self, variant: Any, noise: float) -> Timing:
         return Timing(self.landscape.times[variant] * float(np.exp(self.random.normal(0, noise))), 0.01)
 
     def measure(self, variant: Any) -> Measured:
-        """The time of the landscape, or its failure."""
+        """The variant's time in the landscape, or its failure."""
         self.measured.append(variant)
         if variant in self.landscape.failed:
             raise TrialFailedError(self.landscape.failed[variant])
         return Measured(self._timing(variant, self.noise), 0.5)
 
     def compare(self, variants: list[Any]) -> list[Compared]:
-        """Five interleaved timings have half the noise of one; how they spread, or what is in front, no landscape tells."""
+        """One time each, with half a trial's noise, as of five interleaved timings; a landscape tells no spread, nor ``behind``."""
         return [Compared(((self._timing(v, self.noise / math.sqrt(5)).median_us,),)) for v in variants]
 
 
 class _Compiler(concurrent.futures.Executor):
-    """Every variant compiles, to code of its own."""
+    """A compiler for which every variant compiles, to code of its own."""
 
     def submit(self, _fn: Any, /, *args: Any, **_kwargs: Any) -> concurrent.futures.Future[Any]:
         """Answer at once."""
@@ -111,24 +111,24 @@ class _Compiler(concurrent.futures.Executor):
 
 
 class _Journal:
-    """One that knows nothing and keeps nothing."""
+    """A journal that knows nothing and keeps nothing."""
 
     def finished(self, *_args: Any) -> None:
-        """Nothing ended before."""
+        """No search ended before."""
 
     def recalled(self, *_args: Any) -> tuple[dict[Any, Any], collections.Counter[Any]]:
         """Nothing was measured before."""
         return {}, collections.Counter()
 
     def add(self, *_args: Any) -> None:
-        """A trial."""
+        """Drop a trial."""
 
     def finish(self, *_args: Any) -> None:
-        """The end."""
+        """Drop the end of a search."""
 
 
 def searched(landscape: Landscape, seed: int = 0, *, noise: float = 0.0, warm: Sequence[Landscape] = ()) -> Replay:
-    """The search of ``tune.py`` as it is, cold or seeded with the best variants of other landscapes."""
+    """Run the search of ``tune.py`` as it is, cold or seeded with the best variants of other landscapes."""
     gpu = _Gpu(landscape, seed, noise)
     start = time.perf_counter()
     outcome = tune(
@@ -146,7 +146,7 @@ def searched(landscape: Landscape, seed: int = 0, *, noise: float = 0.0, warm: S
 
 
 def _seeds(landscape: Landscape, others: Sequence[Landscape]) -> list[Any]:
-    """The best variants of the most alike other problems, as generator.searching.pool takes them from a record."""
+    """The best variants of the most similar other problems, as generator.searching.pool takes them from a record."""
     own = landscape.problem
 
     def unlike(other: Landscape) -> tuple[float, float, str]:
@@ -159,7 +159,7 @@ def _seeds(landscape: Landscape, others: Sequence[Landscape]) -> list[Any]:
 
 
 def at_random(landscape: Landscape, seed: int = 0) -> Replay:
-    """The default, as every search begins, then random variants of the pool, none twice."""
+    """Measure the default first, as every search does, then random variants of the pool, none twice."""
     first = _space(landscape).default
     pool = [v for v in (*landscape.times, *landscape.failed) if v != first]
     order = np.random.default_rng(seed).permutation(len(pool))[: evaluations(landscape) - 1]
@@ -167,7 +167,7 @@ def at_random(landscape: Landscape, seed: int = 0) -> Replay:
 
 
 def _knobs(landscape: Landscape) -> dict[str, tuple[Any, ...]]:
-    """The knobs of its variants and their choices, without those that are newer than it, and so are the same in all of them."""
+    """The knobs of a landscape's variants and their choices, without newer knobs, which have one value in all of them."""
     kind = _space(landscape).variant_type
     newer = {f.name for f in dataclasses.fields(kind) if f.metadata.get("older")}
     recorded = [*landscape.times, *landscape.failed]
@@ -179,10 +179,10 @@ def _knobs(landscape: Landscape) -> dict[str, tuple[Any, ...]]:
 
 
 def plain(landscape: Landscape, sampler: optuna.samplers.BaseSampler, budget: int | None = None) -> Replay:
-    """A sampler of Optuna as it comes: it proposes knob by knob, also what is illegal or was measured.
+    """Run a sampler of Optuna as it comes: it proposes knob by knob, also illegal and already measured variants.
 
-    Those are told to it (twice the worst time, or the time that is known) and cost no evaluation, until it has made
-    PROPOSALS times as many proposals as evaluations.
+    The sampler is told the outcome of those too (twice the worst time, or the known time). They cost no evaluation,
+    until there were PROPOSALS times as many proposals as evaluations.
     """
     kind, knobs = _space(landscape).variant_type, _knobs(landscape)
     space, study = _distributions(knobs), optuna.create_study(sampler=sampler)
@@ -204,9 +204,9 @@ def plain(landscape: Landscape, sampler: optuna.samplers.BaseSampler, budget: in
 
 
 def pooled(landscape: Landscape, sampler: optuna.samplers.BaseSampler, seed: int = 0) -> Replay:
-    """A sampler of Optuna over the pool: the default first, then what is nearest to its proposal of what was not measured.
+    """Run a sampler of Optuna over the pool: measure the default, then the unmeasured variant nearest to each proposal.
 
-    What was measured is told to it, as a trial of its own where it proposed something else. So no proposal is wasted.
+    The sampler is told the measured variant, in an added trial if it proposed another one. So no proposal is wasted.
     """
     knobs, random = _knobs(landscape), np.random.default_rng(seed)
     pool = [*landscape.times, *landscape.failed]
@@ -241,7 +241,7 @@ def pooled(landscape: Landscape, sampler: optuna.samplers.BaseSampler, seed: int
 
 
 def _distributions(knobs: dict[str, tuple[Any, ...]]) -> dict[str, optuna.distributions.BaseDistribution]:
-    """The place of each knob's value among its choices."""
+    """For each knob, a distribution over the places of its choices."""
     return {
         name: IntDistribution(0, len(values) - 1) if _ordered(values) else CategoricalDistribution(range(len(values)))
         for name, values in knobs.items()
@@ -262,15 +262,15 @@ def _replay(landscape: Landscape, measured: list[Any], chosen: Any, wasted: int,
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """A way to search, and on how many landscapes it can be afforded."""
+    """A way to search, and on how many landscapes there is time to run it."""
 
     run: Callable[[Landscape, int], Replay]
-    every: int = 1  # on each so manieth landscape
+    every: int = 1  # 3: on every third landscape
     plain: bool = False  # a sampler of Optuna as it comes
 
 
 def strategies(landscapes: Sequence[Landscape]) -> dict[str, Strategy]:
-    """What is compared, by name."""
+    """The strategies to compare, by name."""
     samplers = optuna.samplers
     found = {
         "tune.py, seeded by other problems": Strategy(lambda x, s: searched(x, s, noise=NOISE, warm=landscapes)),
@@ -281,7 +281,7 @@ def strategies(landscapes: Sequence[Landscape]) -> dict[str, Strategy]:
         ),
         "Optuna TPE": Strategy(lambda x, s: plain(x, samplers.TPESampler(seed=s, multivariate=True)), 3, plain=True),
     }
-    if importlib.util.find_spec("scipy"):  # which Optuna leaves to its users
+    if importlib.util.find_spec("scipy"):  # Optuna does not install it
         # A tenth to a third of a second a proposal, and more the more it has seen: to the last mark only.
         found["Optuna GP over the pool"] = Strategy(
             lambda x, s: pooled(x, samplers.GPSampler(seed=s, n_startup_trials=STARTUP), s), 3, plain=True

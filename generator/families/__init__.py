@@ -1,1 +1,1 @@
-"""The families, a folder each, and what they share, a module each."""
+"""A folder for each family, and a module for each thing that families share."""

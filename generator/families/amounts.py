@@ -1,4 +1,4 @@
-"""What families share of figures: the work of one launch, as they count it for the estimate, and bounds of roundings."""
+"""Figures that families share: the work of one launch, counted for the estimate, and bounds of roundings."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Work:
     elements: float  # all programs, masked lanes too
     sines: float  # all programs
     pairs_per_thread: float
-    row_bytes: float = 16.0  # what lies side by side of a tile
+    row_bytes: float = 16.0  # contiguous bytes of a tile
     early: bool = False  # programmatic dependent launch
-    chain_us: float = 0.0  # what the steps of a recurrence wait for, one after the other, whatever the device
-    chain_clocks: float = 0.0  # of a processor, for what one program does in all its steps
+    chain_us: float = 0.0  # waits of a recurrence's steps, one after the other, the same on any device
+    chain_clocks: float = 0.0  # clocks of a processor for all steps of one program
 
 
-# Unit roundoff: what one rounding to the type may change, relative.
+# Unit roundoff: the largest relative change of one rounding to the type.
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 SMALLEST = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
 TF32_ROUNDOFF = 2.0**-11  # of an operand: 10 bits of fraction
 
 
 def product_error(spec: Any, sizes: torch.Tensor) -> torch.Tensor:
-    """What float32 sums of products may be off by, given the sums of the products' sizes.
+    """The largest error of float32 sums of products, given the sums of the products' absolute values.
 
     Any order of at most 2^12 additions stays well within 2^-17 of that sum: a bound for each would be 2^-24 times the
     longest chain, and tensor cores keep a few bits fewer while they add. TF32 rounds both operands first.

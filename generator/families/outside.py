@@ -1,4 +1,4 @@
-"""What tuning must know of a family from outside, where its module does not say it."""
+"""Defaults for what tuning must know about a family from outside and its module does not define."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REPRESENTATIVE = 3  # problems: the first ones
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """The fields of a Spec or Variant that a template may read: those that TEXT names."""
+    """The fields of a Spec or Variant that a template may read: only those that TEXT names."""
 
     of: str
     values: dict[str, Any]
@@ -36,7 +36,7 @@ class Read:
         """A field of TEXT.
 
         Raises:
-            FamilyError: TEXT does not name it, so that two kernels would have one name.
+            FamilyError: TEXT does not name the field, so two different kernels would have the same name.
         """
         if name in self.values:
             return self.values[name]
@@ -47,7 +47,7 @@ class Read:
 
 
 def answers(module: ModuleType, family: Family, names: Iterable[str]) -> dict[str, Any]:
-    """Field of a Workload -> what the module says, of what has one of ``names``, or what is true of any kernel."""
+    """Field of a Workload -> the module's definition, if it is of ``names`` and defined, or else a default for any kernel."""
     problems = tuple(problem.name for problem in _kept(module))
     title = (module.__doc__ or family.name).strip().splitlines()[0].rstrip(".")
     defaults = {
@@ -69,7 +69,7 @@ def _kept(module: ModuleType) -> Iterator[Problem]:
     """The problems of a module.
 
     Raises:
-        FamilyError: a record could not give one back as it is.
+        FamilyError: a problem is malformed, or a record could not store it and read it back unchanged.
     """
     family, names = family_name(Path(str(module.__file__)).resolve()), set()
     problems = module.problems()
@@ -114,13 +114,13 @@ def _small(size: Any, _variant: Any) -> Any:
 
 
 def _tile(_spec: Any, variant: Any) -> tuple[int, int]:
-    """The product of all knobs that are called block_something: what a program takes at a time."""
+    """The tile of a program: the first knob named block_something, and the product of the others."""
     blocks = [value for name, value in vars(variant).items() if name.startswith("block_")]
     return (math.prod(blocks[:1]), math.prod(blocks[1:]))
 
 
 def _work(module: ModuleType, family: Family) -> Callable[[Problem, Any], tuple[Work, ...]]:
-    """What its launches do, as far as that is known without a word of the family: grid, warps, bytes and operations."""
+    """The work of the family's launches, as far as it is known without the family's help: grid, warps, bytes, operations."""
 
     def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
         spec, size = problem.spec, problem.size
@@ -147,7 +147,7 @@ def _work(module: ModuleType, family: Family) -> Callable[[Problem, Any], tuple[
 
 
 def _texts(module: ModuleType, name: str) -> Iterator[Text]:
-    """A kernel for each combination of what TEXT names; all of them can be asked for."""
+    """A kernel text for each combination of values of the fields that TEXT names; a call can get any of them by default."""
     declared = {
         field.name: (of, field.metadata.get("choices"))
         for of, kind in (("spec", module.Spec), ("variant", module.Variant))
@@ -174,7 +174,7 @@ def _texts(module: ModuleType, name: str) -> Iterator[Text]:
 
 
 def wrapper(winner: Winner, shown: Shown) -> str:
-    """A function that launches what a shown winner launches, with its numbers; tensors and sizes are its arguments."""
+    """A function with the launches and numbers of a shown winner; tensors and sizes are the function's arguments."""
     launches = (*shown.others, shown.launch)
     variant = " ".join(f"{name}={value!r}" for name, value in vars(winner.variant).items())
     takes = [

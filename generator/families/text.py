@@ -1,4 +1,4 @@
-"""What families share of texts: what one is, and the Python text of a shown launch and of the function around it."""
+"""What families share about texts: the type of one, and the Python text of a shown launch and of the function around it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from tuned.families.launch import Launch
 Text = tuple[str, str, Any, Any, bool]  # template, name, spec, variant, whether a caller can be given it by default
 WIDTH = 100  # characters of a line of arguments
 
-# Constants that not every GPU, or not every tensor, can take -> value -> what all can. A shown kernel has these as defaults, so
-# that it compiles for any GPU; the launch gives the winner's where they hold.
+# Constants whose values not every GPU, or not every tensor, can take -> function from the value to one that all can
+# take. A shown kernel has the latter as default, so that it compiles for any GPU; the launch gives the winner's where
+# it holds.
 ANYWHERE: dict[str, Callable[[Any], Any]] = {
     "PDL": lambda _: False,
     "EXCHANGE": lambda exchange: "poll" if exchange in ("spin", "probe") else exchange,
@@ -27,16 +28,16 @@ class Shown:
     """The launch of a shown function, whose arguments follow from the names of the kernel's parameters."""
 
     launch: Launch
-    parameters: tuple[str, ...]  # without those that are tl.constexpr
-    others: tuple[Launch, ...] = ()  # launches of the call before it
+    parameters: tuple[str, ...]  # without tl.constexpr ones
+    others: tuple[Launch, ...] = ()  # launches of the call before this one
 
     def text(
         self, grid: str, dims: Mapping[str, str], given: Mapping[str, str], *, indent: int = 8, options: str = ""
     ) -> str:
         """The statement that launches: numbers as literals; dependent launch where the hardware has it.
 
-        A parameter is a variable of its own name, or what ``given`` has for it. ``dims`` has a letter for each dimension
-        of a tensor, so that out_stride_b is that of b; a dimension that it lacks has stride 0.
+        The argument for a parameter is a variable of the same name, or the text that ``given`` has for it. ``dims`` has
+        a letter for each dimension of a tensor: out_stride_b is the stride of dimension b, or 0 if the tensor lacks it.
         """
 
         def argument(name: str) -> str:
@@ -61,20 +62,20 @@ def head(name: str, parameters: Sequence[str], what: str, takes: Sequence[str]) 
 
 
 def refusal(condition: str, wanted: str, tensor: str) -> list[str]:
-    """The lines that raise where a tensor is not what is wanted."""
+    """Lines that raise a ValueError if ``condition`` holds for a tensor."""
     got = f"got {{{tensor}.dtype}} {{tuple({tensor}.shape)}}"
     return [f"    if {condition}:", f'        raise ValueError(f"{wanted}, {got}")']
 
 
 def contiguous_lines(names: Sequence[str]) -> list[str]:
-    """Make arguments contiguous: ALIGN, a literal here, is that of contiguous rows."""
+    """Lines that make arguments contiguous: the kernel's ALIGN, a literal here, is that of contiguous rows."""
     return [f"    {name} = {name}.contiguous()" for name in names]
 
 
 def chosen_lines(
     name: str, tensor: str, capability: tuple[int, int], values: tuple[str, str] | None = None
 ) -> list[str]:
-    """Set a variable by the GPU of a tensor: whether it has a capability at least; or the first of two values, or the second."""
+    """Lines that set a variable to whether the tensor's GPU has a capability at least, or to one of two values by that."""
     has = f"{tensor}.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability({tensor}.device) >= {capability}"
     if values is None:
         return [f"    {name} = (\n        {has}\n    )"]
@@ -82,6 +83,6 @@ def chosen_lines(
 
 
 def finished(lines: Sequence[str], call: str, tensor: str, *, pdl: bool) -> str:
-    """The function whose lines before the launch these are, and which returns ``out``."""
+    """The text of a function from its lines before the launch and the launch ``call``; the function returns ``out``."""
     dependent = chosen_lines("dependent", tensor, (9, 0)) if pdl else []
     return "\n".join([*lines, *dependent, f"    with torch.cuda.device_of({tensor}):", f"{call}    return out\n"])

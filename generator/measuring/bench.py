@@ -1,7 +1,8 @@
 """Time launches on the device and calls on the host.
 
-A change of the way of timing changes TIMING: what was timed another way is not compared with it, and is worth tuning again.
-Where winners of before would be wrong by it, it changes tuned.lookup.record.METHOD too: then their rows do not count.
+Whoever changes the way of timing changes TIMING: times taken another way are not compared with new ones, and are worth
+tuning again. If earlier winners would be wrong under the new way, change tuned.lookup.record.METHOD too: their rows
+then do not count.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from typing import Any
 
 import torch
 
-TIMING = "warmed-cold-three-memories-checked/4"  # what is METHOD's is also of it
+TIMING = "warmed-cold-three-memories-checked/4"  # a change of METHOD is also a change of TIMING
 GRAPH_US = 500.0  # launches in one graph take at least this long, so that starting the graph is under 1 percent
 REPLAYS = 12
-# A graph of thousands of time steps: fewer replays, since each is a mean of many waits already, and no more launches than
-# this takes, since what one of them reads takes a thousandth of it from memory and from the L2 alike.
+# A graph of thousands of time steps needs fewer replays, since each is a mean of many waits already. It holds no more
+# launches than take LONGEST_US, since what one of them reads takes a thousandth of that, from memory or from the L2.
 LONG_US, LONG_REPLAYS = 5_000.0, 5
 LONGEST_US = 20_000.0
 HOST_CALLS = 200  # a batch; small enough that the queue of 1024 launches never fills
@@ -38,14 +39,14 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Emptied:
-    """What empties the L2 before each round of launches, and how long that alone takes."""
+    """The launch that empties the L2 before each round of launches, and how long it takes alone."""
 
     run: Callable[[], object]
     us: float
 
 
 def sets_beyond_l2(bytes_per_set: int, device: int | None = None) -> int:
-    """How many buffer sets a rotation needs so that twice the L2 has passed before one comes back; at least 2."""
+    """How many buffer sets a rotation needs so that twice the L2 is read before a set comes again; at least 2."""
     l2 = torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device).L2_cache_size
     return sets_filling(l2, bytes_per_set)
 
@@ -57,7 +58,7 @@ def sets_filling(l2_bytes: int, bytes_per_set: int) -> int:
 
 @functools.cache
 def emptying() -> Callable[[], object]:
-    """What leaves nothing in the L2 but its own, clean lines: a read of twice its size."""
+    """A launch that reads twice the size of the L2: it leaves only its own, clean lines there."""
     l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return torch.ones(2 * l2_bytes // 4, device="cuda").sum
 
@@ -77,10 +78,10 @@ def half_spread(values: Sequence[float]) -> float:
 
 @contextlib.contextmanager
 def capturing(graph: Any) -> Iterator[None]:
-    """What is launched on the current stream, which is none of the default ones, is captured by a CUDA graph.
+    """Capture the launches of a block by a CUDA graph; the current stream must not be a default stream.
 
-    ``torch.cuda.graph`` empties the allocator's cache each time. What it gives back, gigabytes where results are held against
-    float64, the next check would have the driver allocate again.
+    ``torch.cuda.graph`` empties the allocator's cache each time. The next check would then ask the driver for that
+    memory again: gigabytes, where results are compared with float64.
     """
     torch.cuda.synchronize()
     collects = gc.isenabled()
@@ -106,18 +107,23 @@ def device_time(  # noqa: PLR0913 - each is one choice of how to time
 ) -> Timing:
     """Device time of one launch: replays of a CUDA graph that holds the launches in turn, each on its own buffers.
 
-    The launches should rotate over ``sets_beyond_l2`` sets: a loop over one set times the cache. ``restore`` makes the
-    inputs of launches in place new; it runs before each two replays, of which the second is timed. ``warm_us`` of replays
-    come before those that are timed: a GPU that was idle, while the host compiled, is slower for some milliseconds.
-    ``poison`` runs once, before all replays and after all other launches: what is found afterwards, replays have written.
-    ``emptied`` runs in the graph before each round of the launches, and its time is taken off: for fewer sets than leave the
-    L2 by themselves.
+    The launches should rotate over ``sets_beyond_l2`` sets: a loop over one set times the cache.
+
+    Args:
+        launches: what is timed.
+        replays: how many replays are timed.
+        restore: renews the inputs of in-place launches; it runs before each two replays, of which the second is timed.
+        warm_us: microseconds of replays before the timed ones: a GPU that was idle, while the host compiled, is slower
+            for some milliseconds.
+        poison: runs once, before all replays and after all other launches: results found afterwards come from replays.
+        emptied: runs in the graph before each round of the launches, and its time is subtracted; for sets that are too
+            few to displace each other from the L2.
     """
     here, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     stream.wait_stream(here)  # what prepared the buffers may still run
     with torch.cuda.stream(stream):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        launches[0]()  # compiled and loaded before the capture
+        launches[0]()  # compiles and loads the kernel before the capture
         begin.record()
         for launch in launches:
             launch()
@@ -141,7 +147,7 @@ def device_time(  # noqa: PLR0913 - each is one choice of how to time
                     launch()
         if poison is not None:
             poison()
-        # All replays are queued before the first ends: otherwise the host's way to a launch counts as device time.
+        # All replays are queued before the first ends: otherwise the host's time to launch would count as device time.
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
         if restore is None:
             spans = list(itertools.pairwise(marks))
@@ -161,7 +167,7 @@ def device_time(  # noqa: PLR0913 - each is one choice of how to time
                 graph.replay()
             for begin, end in spans:
                 renew.replay()
-                graph.replay()  # leaves the cache as a launch does, not as the copies do
+                graph.replay()  # leaves the L2 as launches do, not as the copies of the restore do
                 begin.record()
                 graph.replay()
                 end.record()
@@ -172,9 +178,9 @@ def device_time(  # noqa: PLR0913 - each is one choice of how to time
 
 
 def keeping(makes: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
-    """The same, for ``device_time``, each with its result in memory of its own.
+    """The same calls, for ``device_time``, each of which keeps its result in memory of its own.
 
-    A result that is given back is given out again for the next, which then stays in the L2.
+    The allocator would give the memory of a freed result to the next call, and that memory would stay in the L2.
     """
     results: list[object] = [None] * len(makes)
     return [functools.partial(_keep, results, index, make) for index, make in enumerate(makes)]
@@ -185,7 +191,7 @@ def _keep(results: list[object], index: int, make: Callable[[], object]) -> None
 
 
 def timed_emptying(warm_us: float = 0.0) -> Emptied:
-    """What empties the L2, and what that alone takes; ``warm_us`` as ``device_time`` has it."""
+    """The launch that empties the L2, and its time; ``warm_us`` is as for ``device_time``."""
     return Emptied(emptying(), device_time([emptying()], warm_us=warm_us).median_us)
 
 
@@ -193,7 +199,7 @@ def copy_time(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], clock: Callabl
     """Device time of ``out.copy_(x)`` over (x, out) pairs, or of an elementwise kernel where that is faster.
 
     In a graph a large copy is a memcpy node, which the driver may give to the copy engines: 2.6 TB/s on an H200,
-    where a kernel moves 4.2. The floor is what the memory can do.
+    where a kernel moves 4.2. The floor should show what the memory can do.
     """
     copies = [functools.partial(out.copy_, x) for x, out in pairs]
     kernels = [functools.partial(torch.neg, x, out=out) for x, out in pairs]

@@ -1,4 +1,4 @@
-"""Check a result against the float64 reference, on the very inputs that will be timed; canaries show a write past an end."""
+"""Check a result against the float64 reference, on the inputs that will be timed; canaries show a write past an end."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class WrongResultError(Exception):
 
 
 def worst_error(out: torch.Tensor, wanted: torch.Tensor, bound: torch.Tensor) -> float:
-    """Largest error as a multiple of its bound: at most 1 is right, NaN or an unwritten element is infinite."""
+    """Largest error as a multiple of its bound: at most 1 is right; a NaN or an unwritten element gives infinity."""
     error = (out.double() - wanted).abs()
-    # Features that are only copied have no bound at all: any difference is infinite.
+    # Features that are only copied have the bound 0: any difference gives infinity.
     ratio = torch.where(error == 0, 0.0, error / bound)
     return float(ratio.nan_to_num(nan=torch.inf, posinf=torch.inf).max()) if ratio.numel() else 0.0
 
@@ -30,14 +30,14 @@ def check(
     inputs: dict[str, tuple[Any, Any]],
     known: float | None = None,
 ) -> float:
-    """The worst error over its bound, once everything else about the result is right too.
+    """The worst error over its bound, if everything else about the result is right too.
 
     Args:
         out: the guarded output, poisoned with NaN before the run.
         wanted: the float64 reference.
         bound: the largest error allowed, per element.
-        inputs: name -> (tensor after the run, clone from before it), for what must not change.
-        known: the worst error, if these very bits were held against the reference before.
+        inputs: name -> (tensor after the run, clone from before it), for tensors that must not change.
+        known: the worst error, if the same bits were compared with the reference before.
 
     Raises:
         WrongResultError: an error past its bound, a write past an end of the output, a changed input.
@@ -53,8 +53,8 @@ def check(
     return worst
 
 
-GUARD_ELEMENTS = 4096  # each side; a multiple of 16 bytes in every type, and more than one program's row
-CANARY = -12345.0  # in 16 bits too a value that no rotation of normal numbers gives
+GUARD_ELEMENTS = 4096  # on each side; a multiple of 16 bytes in every type, and more than one program's row
+CANARY = -12345.0  # a value, also in 16 bits, that no rotation of normal numbers gives
 
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> torch.Tensor:
@@ -87,7 +87,7 @@ def intact(tensor: Any) -> torch.Tensor:
 
 
 def guard(tensor: Any) -> None:
-    """Make both canary strips of a guarded tensor as they were, whatever was written there."""
+    """Restore both canary strips of a guarded tensor, whatever was written there."""
     for strip in _strips(tensor):
         strip.fill_(canary(tensor.dtype))
 
@@ -98,7 +98,7 @@ def _strips(tensor: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fingerprint(tensors: list[torch.Tensor]) -> list[int]:
-    """One number a tensor, another one when a single value of it changes: the sum of its bits, as integers."""
+    """One number for each tensor, which changes when a single value does: the sum of its bits, as integers."""
     sums = [as_integers(tensor).sum(dtype=torch.int64) for tensor in tensors]
     return torch.stack(sums).tolist() if sums else []
 
@@ -111,7 +111,7 @@ def inputs_of(call: Any) -> dict[str, torch.Tensor]:
 
 
 def probe(call: Any) -> Any:
-    """The same call, a dataclass of tensors, with a guarded output; in place the output holds what it holds there."""
+    """The same call, a dataclass of tensors, with a guarded output; in place, this output is a copy of the call's."""
     out = guarded(call.out.shape, call.out.dtype, call.out.device)
     names = [f.name for f in dataclasses.fields(call) if getattr(call, f.name) is call.out]
     if len(names) > 1:  # in place: an input is the output

@@ -24,7 +24,7 @@ from ..disk import write_if_different
 from ..places import cache_folder
 from ..rendering.structures import load
 
-TYPES = {  # of tuned.launching.plan.Kind -> as Triton's compiler names them
+TYPES = {  # type of a tuned.launching.plan.Kind -> its name for Triton's compiler
     torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -44,12 +44,12 @@ TYPES = {  # of tuned.launching.plan.Kind -> as Triton's compiler names them
 class Resources:
     """What one compiled kernel needs, and a digest of its machine code under a common name."""
 
-    registers: int  # a thread
-    spill_bytes: int  # a thread, stores and loads, as ptxas -v counts them; a stack frame alone is no spill
-    shared_bytes: int  # a program
-    machine_code: str  # equal for two variants whose code is the same
+    registers: int  # per thread
+    spill_bytes: int  # per thread, stores and loads, as ptxas -v counts them; a stack frame alone is no spill
+    shared_bytes: int  # per program
+    machine_code: str  # digest: equal for two variants whose code is the same
     programs: int = 0  # of the launch
-    launches: int = 1  # of it in a call
+    launches: int = 1  # how many of this launch a call has
 
 
 def target_of(architecture: str) -> GPUTarget:
@@ -68,8 +68,8 @@ def target_of(architecture: str) -> GPUTarget:
 def source_of(function: Any, launch: Launch) -> ASTSource:
     """The launch as the compiler takes it: types, constants and what Triton specialises on.
 
-    Follows what a public launch would specialise, so that both compile the same: integers equal to 1 become
-    constants, pointers and integers divisible by 16 say so, unless the kernel says do_not_specialize.
+    It specialises as a public launch does, so that both compile the same code: integers equal to 1 become constants,
+    pointers and integers divisible by 16 are marked so, unless the kernel says do_not_specialize.
     """
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
@@ -89,7 +89,8 @@ def source_of(function: Any, launch: Launch) -> ASTSource:
 def specialised(function: Any, launch: Launch) -> tuple[Any, ...]:
     """What the code knows of each argument: equal for launches that one compilation serves.
 
-    A Kind, or the value of a constexpr. Tuples: strategies with a launch a step ask for thousands.
+    An argument gives a Kind, a constexpr its value. They are tuples: a strategy with a launch a step asks for
+    thousands.
     """
     values = (*launch.arguments, *launch.constants.values())
     return tuple(
@@ -104,7 +105,7 @@ def same_code(function: Any, launch: Launch) -> tuple[Any, ...]:
 
 
 def distinct(steps: Iterable[Step]) -> list[tuple[Launch, int]]:
-    """The launches among the steps of a call, one of each code and grid in order, with how many there are of it."""
+    """The launches among the steps of a call, in order: one of each code and grid, with how many there are of it."""
     found: dict[Any, tuple[Launch, int]] = {}
     for step in steps:
         if isinstance(step, Launch):
@@ -119,7 +120,7 @@ def compile_launch(launch: Launch, target: GPUTarget) -> CompiledKernel:
     # Without line information two variants with the same code have the same bytes.
     triton.knobs.compilation.disable_line_info = True
     options = {k: v for k, v in launch.options.items() if k != "launch_pdl" or target.backend == "cuda"}
-    # On an AMD GPU as it is launched there.
+    # Compile for an AMD GPU as tuned.launching.launcher launches there.
     with _offsets_of_64_bits() if target.backend == "hip" else contextlib.nullcontext():
         return triton.compile(source_of(load(launch.kernel), launch), target=target, options=options)
 
@@ -127,7 +128,7 @@ def compile_launch(launch: Launch, target: GPUTarget) -> CompiledKernel:
 def resources(launch: Launch, target: GPUTarget, count: int = 1) -> Resources:
     """Compile a launch, of which a call has ``count``, and read the compiler's report.
 
-    It is kept beside Triton's own cache, which forgets it.
+    The report is kept beside Triton's own cache, which does not store it.
     """
     triton.knobs.nvidia.dump_ptxas_log = True
     log = io.StringIO()
@@ -136,7 +137,7 @@ def resources(launch: Launch, target: GPUTarget, count: int = 1) -> Resources:
     kept = cache_folder("resources") / f"{compiled.hash}.json"
     if not kept.exists():
         found = _read(compiled, log.getvalue())
-        if not found.registers:  # Triton's cache had it, and the report is not in there: compile once more for it
+        if not found.registers:  # Triton's cache had the kernel but not the report: compile once more for that
             with triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
                 triton.knobs.compilation.always_compile = True
                 found = _read(compile_launch(launch, target), log.getvalue())

@@ -37,6 +37,6 @@ def environment(device: int) -> dict[str, Any]:
         "driver": driver_version(),
         "torch": torch.__version__.split("+")[0],
         "triton": triton.__version__,
-        "method": METHOD,  # of another one rows do not count
-        "timing": TIMING,  # of another one they do, and are worth tuning again
+        "method": METHOD,  # rows of another method do not count
+        "timing": TIMING,  # rows of another timing count, and are worth tuning again
     }

@@ -1,7 +1,7 @@
 """Check variants in Triton's interpreter, on small sizes, against the float64 reference.
 
-Run as a process of its own, since Triton decides when a kernel is defined whether it is interpreted:
-`python -m generator.measuring.interpret` takes a pickled list of cases and gives JSON, null for a right result.
+This runs as a process of its own, since Triton decides when a kernel is defined whether it is interpreted:
+`python -m generator.measuring.interpret` reads a pickled list of cases and prints JSON, with null for a right result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..problem import Problem
 from ..workload import WORKLOADS
 from .mended import mended_interpreter
 
-CPU_SECONDS = 600  # of all threads: a kernel that hangs there spins, and a busy machine makes none of it pass faster
+CPU_SECONDS = 600  # of all threads: an interpreted kernel that hangs spins, and CPU time does not depend on other load
 TIMEOUT_S = 3600.0
 
 
@@ -53,10 +53,10 @@ def interpreted(cases: Sequence[tuple[Problem, Any]]) -> list[str | None]:
 
 
 def _told(problem: Problem, variant: Any) -> str | None:
-    """``_case``, where what it raises is this case's alone."""
+    """``_case``, with an exception returned as text, so that it ends only this case."""
     try:
         return _case(problem, variant)
-    except Exception as error:  # noqa: BLE001 - of a family from outside anything
+    except Exception as error:  # noqa: BLE001 - a family from outside may raise anything
         return f"{type(error).__name__}: {error}"
 
 
@@ -66,7 +66,7 @@ def _case(problem: Problem, variant: Any) -> str | None:
     from .check import WrongResultError, check, inputs_of, probe  # noqa: PLC0415
 
     work, spec = WORKLOADS[problem.family], problem.spec
-    if getattr(variant, "pdl", False):  # the interpreter has no order of launches, on which no result depends
+    if getattr(variant, "pdl", False):  # the interpreter has no dependent launches, and no result depends on them
         variant = dataclasses.replace(variant, pdl=False)
     call = probe(work.inputs(spec, small(problem, variant).size, "cpu", 0))
     wanted, bound = work.reference(spec, call)
@@ -97,5 +97,5 @@ if __name__ == "__main__":
         import resource
 
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-    found = [_told(*case) for case in pickle.load(sys.stdin.buffer)]  # noqa: S301 - of this module
+    found = [_told(*case) for case in pickle.load(sys.stdin.buffer)]  # noqa: S301 - this module pickled it
     sys.stdout.write("\n" + json.dumps(found) + "\n")  # on a line of its own: a family from outside may print

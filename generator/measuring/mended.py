@@ -1,7 +1,7 @@
 """Triton's interpreter without four of its faults.
 
-Products of bfloat16 (3.5 to 3.7), casts to float8 (3.5 to 3.7), scalars as bounds of a loop (3.6), and a quarter of the time spent on looking for what to
-patch, at each call of a function inside of a kernel (3.5 to 3.7).
+Wrong products of bfloat16 (3.5 to 3.7), wrong casts to float8 (3.5 to 3.7), scalars that cannot bound a loop (3.6), and
+a quarter of the time spent on searching for what to patch, at each call of a function inside a kernel (3.5 to 3.7).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .quick import quick_interpreter
 
 @contextlib.contextmanager
 def patched_once() -> Iterator[None]:
-    """Inside, triton.language is patched for interpretation once a launch, and not again where a kernel calls a function."""
+    """Inside the block, triton.language is patched once for each launch, and not again where a kernel calls a function."""
     import triton.language as tl  # noqa: PLC0415 - Triton decides at its import whether it interprets
     from triton.runtime import interpreter  # noqa: PLC0415
 
@@ -34,7 +34,7 @@ def patched_once() -> Iterator[None]:
             found = {module.__name__ for module in (tl, tl.core) if any(value is module for value in values)}
             known[function] = found
         if found and found <= patched:
-            return None  # Triton looks at that of the kernel alone
+            return None  # Triton uses only the scope that patching for the kernel itself returns
         outermost = not patched
         scope = patch_as_is(function)
         patched.update(found)
@@ -55,11 +55,11 @@ def patched_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def mended_interpreter() -> Iterator[None]:
-    """Inside, interpreted kernels compute what they say.
+    """Inside the block, interpreted kernels compute what they say.
 
-    A tl.dot of bfloat16 multiplies what the bits mean, not the integers that stand for them; float32 sums, as on a GPU. A
-    scalar that is an array of one element bounds a loop: NumPy 2.4 does not make an int of it, as Triton 3.6 asks. A cast of
-    float32 to float8e4nv rounds to the nearest, as GPUs and PyTorch do, and a NaN stays one.
+    A tl.dot of bfloat16 multiplies the values, not the integers that hold their bits; it sums in float32, as on a GPU.
+    A scalar that is an array of one element may bound a loop: Triton 3.6 relies on an int() of it that NumPy 2.4
+    refuses. A cast of float32 to float8e4nv rounds to the nearest, as GPUs and PyTorch do, and a NaN stays a NaN.
     """
     import numpy as np  # noqa: PLC0415 - Triton's interpreter needs it
     import torch  # noqa: PLC0415

@@ -1,7 +1,7 @@
-"""Triton's interpreter in less than half the time: it computes the same, and remembers what it would find again.
+"""Triton's interpreter in less than half the time: it computes the same, and caches what it would compute again.
 
-Most of its time goes into the types of tensors, which it makes anew for each operation, and into whether an integer
-overflows, which it finds by a dozen operations more and tells nobody.
+Most of its time goes into the types of tensors, which it makes anew for each operation, and into checks for integer
+overflow, which take a dozen more operations each and whose results are dropped.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 from . import shortcuts
 
-KEPT = "_kept"  # attribute of what is quick already, and of a type of Triton's: what was found of it
+KEPT = "_kept"  # attribute with cached results: of a function that is quick already, and of Triton's types
 
 
 @contextlib.contextmanager
 def quick_interpreter() -> Iterator[None]:
-    """Inside, kernels are interpreted as outside, in less time (Triton 3.5 to 3.9)."""
+    """Inside the block, kernels are interpreted with the same results in less time (Triton 3.5 to 3.9)."""
     import triton.language as tl  # noqa: PLC0415 - Triton decides at its import whether it interprets
     from triton.language.semantic import TritonSemantic  # noqa: PLC0415
     from triton.runtime import interpreter  # noqa: PLC0415
@@ -93,7 +93,7 @@ def _same_tuple(as_is: Any, core: Any) -> Any:
 
 
 def _block_type(as_is: Any, core: Any) -> Any:
-    """Types of one element and shape share what they are, and so what is found of one is known of all."""
+    """Types of one element and shape share one ``__dict__``, so what is cached for one of them is cached for all."""
     kept: dict[Any, dict[str, Any]] = {}
     shapes: dict[tuple[int, ...], Any] = {}
 
@@ -135,7 +135,7 @@ def _to_ir(as_is: Any, builder_type: type) -> Any:
 
 
 def _tensor(as_is: Any) -> Any:
-    """All of a tensor but its handle follows from its type."""
+    """All attributes of a tensor but its handle follow from its type: they are copied from an earlier tensor."""
 
     def make(self: Any, handle: Any, type: Any) -> None:  # noqa: A002 - Triton's name
         kept = type.__dict__.get("_kept_tensor")
@@ -150,7 +150,7 @@ def _tensor(as_is: Any) -> Any:
 
 
 def _overflow(as_is: Any, builder_type: type) -> Any:
-    """Where nothing is debugged, what was found of an overflow is dropped; here it is not looked for."""
+    """Without the debug option, the interpreter drops the result of its overflow check, so the check is skipped."""
 
     def look(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
         if self.builder.options.debug or not isinstance(self.builder, builder_type):

@@ -1,4 +1,4 @@
-"""Time what a family replaces, PyTorch's own operators, on random shapes: what a model of them is fitted to."""
+"""Time PyTorch's operators that a family replaces, on random shapes: a model of them is fitted to these times."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..workload import WORKLOADS
 from .bench import device_time
 
 REPLAYS = 4
-SETS = 2  # of inputs, in turns
+SETS = 2  # sets of inputs, timed in turn
 
 
 def replaced(family: str, seconds: float, seed: int) -> Iterator[tuple[Problem, float, float]]:
-    """(problem, microseconds of PyTorch's own, those of the product of its input by itself) of shapes drawn by a seed."""
+    """Yield (problem, us of PyTorch's operator, us of the product of its input alone) for shapes drawn by a seed."""
     work, draw, end = WORKLOADS[family], random.Random(seed), time.monotonic() + seconds  # noqa: S311 - shapes, no secrets
     assert work.drawn is not None, f"{family} draws no problems"
     with torch.no_grad():

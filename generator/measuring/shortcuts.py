@@ -1,7 +1,7 @@
 """Operators on interpreted tensors as one call of NumPy, where Triton's interpreter takes a dozen steps to the same call.
 
-What an operator does follows from the types of its operands. It is done the interpreter's way the first time that two types
-meet; NumPy's function is taken from then on if it gave the same bits.
+What an operator does follows from the types of its operands. The first time that two types meet, the interpreter's own
+operator runs; if NumPy's function gives the same bits, that function is called from then on.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 _SIGNED = ("int8", "int16", "int32", "int64")
-_EXACT = ("int1", *_SIGNED, "fp16", "fp32", "fp64")  # types that NumPy has: bfloat16 and float8 are bits there
+_EXACT = ("int1", *_SIGNED, "fp16", "fp32", "fp64")  # types that NumPy has: bfloat16 and float8 are kept as bits
 _MOST = 2**31
-_NORMAL = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # of float32
-_ELSE = "as it is"  # in place of a plan
+_NORMAL = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # the least and the largest normal float32
+_ELSE = "as it is"  # a plan that says: call the interpreter's own operator
 
 
 def _divided(a: Any, b: Any) -> Any:
-    """Rounded to 0, as GPUs do."""
+    """Integer division rounded to 0, as on GPUs."""
     return (a - np.fmod(a, b)) // b
 
 
@@ -47,14 +47,14 @@ REFLECTED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xo
 
 @dataclasses.dataclass(frozen=True)
 class Triton:
-    """The parts of Triton that interpret: its modules triton.language.core and triton.runtime.interpreter, what builds for them."""
+    """The parts of Triton that interpret: triton.language.core, triton.runtime.interpreter and a semantic for them."""
 
     core: Any
     interpreter: Any
     semantic: Any
 
     def made(self, data: Any, element: Any, type: Any) -> Any:  # noqa: A002 - Triton's name
-        """A tensor, without a look at whether the data are of its type."""
+        """A tensor of these data and type, made without checking that they fit."""
         handle_type = self.interpreter.TensorHandle
         handle = handle_type.__new__(handle_type)
         handle.data, handle.dtype, handle.attr = data, element, {}
@@ -66,7 +66,7 @@ _known: dict[Any, int] = {}
 
 
 def number_of(type: Any) -> int:  # noqa: A002 - Triton's name
-    """A number for each type: of a block its element and shape, of another its name."""
+    """A number for each type: equal for types of one element and shape."""
     kept = type.__dict__
     number = kept.get("_number")
     if number is None:
@@ -78,7 +78,7 @@ def number_of(type: Any) -> int:  # noqa: A002 - Triton's name
 
 
 def _constant(name: str, value: Any) -> Any:
-    """A Python number as the operand that Triton makes of it beside a tensor of this type; None if that takes more to say."""
+    """The operand that Triton makes of a Python number beside a tensor of this type; None for cases not covered here."""
     if type(value) is int and (name in _SIGNED or name == "fp32") and -_MOST <= value < _MOST:
         if name in _SIGNED and not np.iinfo(name).min <= value <= np.iinfo(name).max:
             return None
@@ -102,7 +102,7 @@ def _function(what: str, a: Any, b: Any, as_numpy: Any) -> Any:
 
 
 def binary(as_is: Any, triton: Triton, what: str, *, reflected: bool = False) -> Any:
-    """The operator as a method of a tensor; what is compiled calls it with a ``_semantic`` of its own."""
+    """The operator as a method of a tensor; code that is compiled calls it with a ``_semantic`` of its own."""
     as_numpy = FUNCTIONS[what]
     core, semantic, made = triton.core, triton.semantic, triton.made
     tensor, constexpr, handle_type = core.tensor, core.constexpr, triton.interpreter.TensorHandle
@@ -110,7 +110,7 @@ def binary(as_is: Any, triton: Triton, what: str, *, reflected: bool = False) ->
     of_numbers: dict[type, dict[Any, Any]] = {int: {}, float: {}}
 
     def planned(self: Any, other: Any, result: Any) -> Any:
-        """(function, constant, type and element of the result), or that it is done as it is."""
+        """(function, constant, type and element of the result), or _ELSE."""
         if type(result) is not tensor or type(self.handle) is not handle_type:
             return _ELSE
         scalar, constant = self.type.scalar, None
@@ -125,7 +125,7 @@ def binary(as_is: Any, triton: Triton, what: str, *, reflected: bool = False) ->
         try:
             with np.errstate(all="ignore"):
                 tried, found = function(*both), result.handle.data
-        except TypeError:  # NumPy subtracts no truth values
+        except TypeError:  # NumPy does not subtract booleans
             return _ELSE
         same = tried.dtype == found.dtype and tried.shape == found.shape and tried.tobytes() == found.tobytes()
         return (function, constant, result.type, result.handle.dtype) if same else _ELSE
@@ -162,7 +162,7 @@ def binary(as_is: Any, triton: Triton, what: str, *, reflected: bool = False) ->
 
 
 def index(as_is: Any, triton: Triton) -> Any:
-    """``x[:, None]``: axes of size 1, of a block."""
+    """Indexing that adds axes of size 1 to a block, such as ``x[:, None]``."""
     plans: dict[Any, Any] = {}
     semantic = triton.semantic
 
@@ -194,7 +194,7 @@ _CASTS = {(a, b) for a in (*_SIGNED, "int1") for b in (*_SIGNED, "fp32", "fp64")
 
 
 def cast(as_is: Any, triton: Triton) -> Any:
-    """A tensor of another element, of those that NumPy has."""
+    """A cast of a tensor between element types that NumPy has."""
     plans: dict[Any, Any] = {}
     dtype_type, builder_type = triton.core.dtype, triton.interpreter.InterpreterBuilder
 
@@ -226,7 +226,7 @@ def cast(as_is: Any, triton: Triton) -> Any:
 
 
 def broadcast(as_is: Any, triton: Triton) -> Any:
-    """Two tensors in one shape: how each gets it follows from their types."""
+    """The broadcast of two tensors to one shape: how each gets it follows from their types."""
     plans: dict[Any, Any] = {}
     handle_type, builder_type = triton.interpreter.TensorHandle, triton.interpreter.InterpreterBuilder
 
@@ -262,7 +262,7 @@ Change = tuple[Any, str, Callable[[Any], Any]]
 
 
 def changes(core: Any, interpreter: Any, semantic_type: Any) -> list[Change]:
-    """What is to be changed in Triton: owner, name, and what becomes of what is there."""
+    """What to change in Triton: the owner, the name, and a function from the present attribute to the new one."""
     triton = Triton(core, interpreter, semantic_type(interpreter.interpreter_builder))
 
     def operator(what: str, *, reflected: bool) -> Change:

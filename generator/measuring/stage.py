@@ -25,27 +25,24 @@ from .bench import Emptied, Timing, copy_time, device_time, half_spread, keeping
 from .check import WrongResultError, check, fingerprint, guard, inputs_of, poison, probe, worst_error
 from .compile import compile_launch, same_code
 
-MAX_SETS = 256  # buffer sets of a tiny problem; beyond this only making them would take time
-EMPTIED_SETS = (
-    64  # where the L2 is emptied before each round of them: what that leaves of error is then a hundredth of a us
-)
-EAGER_SETS = 4  # of eager PyTorch, which may take thousands of launches for each
-EAGER_US = 5_000.0  # of all sets: what takes no longer is timed on all
-REFERENCE = (
-    13  # times a set: the reference and its bound in float64, and the temporaries of checking and of eager PyTorch
-)
-SETS_SHARE = 0.25  # of the memory beyond that: finalists are timed on ALLOCATIONS of all sets at once
-MOST_OF_COPY = 4  # times the output: what moves beyond that is not like a copy of it
-# The interleaved timings of each finalist: a launch of 128k tokens took 12 percent longer on some memory than on other, so an odd
-# number of them, whose median is one of them, and as many timings in all as would be taken on one.
+MAX_SETS = 256  # buffer sets of a tiny problem: more would only take time to make
+EMPTIED_SETS = 64  # if the L2 is emptied before each round of the sets: the error of that is then a hundredth of a us
+EAGER_SETS = 4  # on which eager PyTorch is timed, since it may take thousands of launches for each
+EAGER_US = 5_000.0  # if eager PyTorch takes no longer for all sets together, it is timed on all
+REFERENCE = 13  # sets' worth of memory: reference and bound in float64, temporaries of checking and of eager PyTorch
+SETS_SHARE = 0.25  # of the memory beyond REFERENCE: finalists are timed on ALLOCATIONS of all sets at once
+MOST_OF_COPY = 4  # times the output: a problem that moves more is not like a copy of its output
+# Each finalist is timed, interleaved, on several allocations: a launch of 128k tokens took 12 percent longer on some
+# memory than on other. Their number is odd, so that the median is one of them; all timings together are as many as one
+# allocation would get.
 ALLOCATIONS = 3
-FINAL_ROUNDS = 2  # on each
-# A GPU that waited is slower for 8 ms (docs/decisions/0021). From one timing to the next checking and the tuner take about
-# 10 ms; what takes longer was a wait, for compilers mostly. Warming takes no longer than the wait before it.
+FINAL_ROUNDS = 2  # on each allocation
+# A GPU that waited is slower for 8 ms (docs/decisions/0021). Checking and the tuner take about 10 ms between two
+# timings; a longer gap was a wait, mostly for compilers. Warming takes no longer than the wait before it.
 IDLE_S = 0.02
 WARM_US = 20_000.0
-FOREIGN_ELEMENTS = 2**18  # of the kernel that is none of ours: about 2 us, and 1/30 of the L2
-LEAST_US = 0.01  # of what is left of a pair of kernels without the other
+FOREIGN_ELEMENTS = 2**18  # of the foreign kernel, which is not ours: it takes about 2 us, and 1/30 of the L2
+LEAST_US = 0.01  # for the time of a pair of kernels less that of the foreign one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,23 +50,23 @@ class Baselines:
     """What a winner is compared with, all timed the same way on the same buffers."""
 
     copy_us: float  # a plain copy of the same x, read once, write once: see generator.measuring.bench.copy_time
-    floor_us: float  # that, scaled to the bytes that must move
+    floor_us: float  # copy_us, scaled to the bytes that must move
     eager_us: float  # eager PyTorch
     bytes_moved: int
-    emptied: bool = False  # the L2, before each round of sets too few to leave it by themselves
+    emptied: bool = False  # whether the L2 was emptied before each round, because the sets are too few
 
 
 class DamagedError(Exception):
-    """Something wrote over what results are judged by; the message says what. The stage is of no more use."""
+    """A variant wrote over data that results are judged by; the message says which. The stage is of no more use."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One variant, right and timed."""
+    """One variant whose result is right, and its time."""
 
     timing: Timing
     error: float  # worst error over its bound
-    check_s: float = 0.0  # seconds that checking took, of all that the trial took
+    check_s: float = 0.0  # seconds of the trial that checking took
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,18 +74,18 @@ class Compared:
     """One finalist, timed beside others: medians of its rounds, by the memory that they ran on."""
 
     rounds: tuple[tuple[float, ...], ...]
-    # The same behind a kernel that is none of ours, without the time of that; () if no finalist launches dependently.
+    # The same behind a foreign kernel, less that kernel's own time; () if no finalist is a dependent launch.
     behind: tuple[tuple[float, ...], ...] = ()
 
     @property
     def timing(self) -> Timing:
-        """Behind launches of itself, as copies and eager PyTorch are timed: the median over memories, the spread of all."""
+        """The time behind launches of itself, as for copies and eager PyTorch: median over memories, spread of rounds."""
         every = [us for rounds in self.rounds for us in rounds]
         return Timing(round(middle(self.rounds), 4), round(half_spread(every), 4))
 
     @property
     def mean(self) -> tuple[tuple[float, ...], ...]:
-        """Of each round and the time behind the foreign kernel on the same memory."""
+        """The mean of each round and the time behind the foreign kernel on the same memory."""
         return tuple(
             tuple((us + other) / 2 for us in rounds) for rounds, (other,) in zip(self.rounds, self.behind, strict=True)
         )
@@ -105,14 +102,14 @@ def dependent(variant: Any) -> bool:
 
 
 def bytes_needed(problem: Problem) -> int:
-    """Device memory that staging a problem takes: two sets at least, and what is needed beside them."""
+    """Device memory that staging a problem takes: at least two sets, and REFERENCE times a set beside them."""
     return (2 + REFERENCE) * WORKLOADS[problem.family].tensor_bytes(problem.spec, problem.size)
 
 
 def rotation(problem: Problem, l2_bytes: int, free_bytes: int) -> tuple[int, bool]:
     """How many sets of inputs are timed in turn, and whether the L2 must be emptied before each round of them.
 
-    What counts is what a launch touches: a table of angles is allocated whole, and a call of one token reads a row of it.
+    Only the bytes that a launch touches count: a table of angles is allocated whole, but a call of one token reads a row.
     """
     work, inplace = WORKLOADS[problem.family], getattr(problem.spec, "inplace", False)
     moved, held = (count(problem.spec, problem.size) for count in (work.bytes_moved, work.tensor_bytes))
@@ -130,7 +127,7 @@ def _in_turn(steps: list[Callable[[], object]]) -> None:
 
 
 class Stage:
-    """A problem's inputs on the current GPU. Use one at a time, and ``close`` it: it holds gigabytes."""
+    """A problem's inputs on the current GPU. Use one stage at a time, and ``close`` it: it holds gigabytes."""
 
     def __init__(
         self,
@@ -150,13 +147,13 @@ class Stage:
         self.place = place or f"cuda:{self.device}"
         self.busy = -math.inf  # when the GPU was last seen at work: time.monotonic()
         self.calls = self._inputs(count)
-        # Checked on the inputs of the first set, in memory of its own, guarded; timed on memory as a model has it.
+        # Variants are checked on the first set's inputs, with a guarded output, and timed on memory as models have it.
         self.probe = probe(self.calls[0])
         self.wanted, self.bound = self.work.reference(problem.spec, self.probe)
         self.before = {name: tensor.clone() for name, tensor in inputs_of(self.probe).items()}
         # In place, inputs are restored from these before each run of a graph, outside the timed region.
         self.fresh = [call.out.clone() for call in self.calls] if getattr(problem.spec, "inplace", False) else []
-        # A variant may write anywhere, and what it hits there would make those after it look wrong, or right.
+        # A variant may write anywhere. If it hits one of these, later variants would look wrong, or right.
         self.judges = {
             "its reference": self.wanted,
             "the error allowed": self.bound,
@@ -165,19 +162,19 @@ class Stage:
             **({"the copy to restore its input from": self.fresh[0]} if self.fresh else {}),
         }
         self.seal = dict(zip(self.judges, fingerprint(list(self.judges.values())), strict=True))
-        # The last result that was held against the reference and is right, and its worst error. Most variants give the same
-        # bits, and comparing those moves a thirtieth of what reading the reference and its bound moves.
+        # The last result that was compared with the reference and is right, and its worst error. Most variants give the
+        # same bits, and comparing these moves a thirtieth of what reading the reference and its bound moves.
         self.right: tuple[torch.Tensor, float] | None = None
         ones, result = (torch.ones(FOREIGN_ELEMENTS, device=self.place) for _ in range(2))
         self.foreign = functools.partial(torch.neg, ones, out=result)
 
     @functools.cached_property
     def emptied(self) -> Emptied:
-        """What empties the L2, and the time of that."""
+        """The launch that empties the L2, and its time."""
         return timed_emptying(WARM_US)
 
     def _inputs(self, count: int) -> list[Any]:
-        """Sets of inputs, which follow from their number alone."""
+        """So many sets of inputs, made with the seeds 0, 1, ...: always the same values."""
         return [self.work.inputs(self.problem.spec, self.problem.size, self.place, seed) for seed in range(count)]
 
     def _restore(self) -> None:
@@ -185,7 +182,7 @@ class Stage:
             call.out.copy_(fresh)
 
     def launches(self, variant: Any) -> list[Callable[[], None]]:
-        """One thunk for the probe, then one a buffer set, running all steps of a variant.
+        """Thunks that run all steps of a variant: one for the probe, then one for each buffer set.
 
         A kernel is compiled once for all launches that its code serves: the sets are alike, and so are most time steps.
         """
@@ -199,7 +196,7 @@ class Stage:
         ]
 
     def _ready(self, step: Step, launchers: dict[Any, Callable[[int, tuple[Any, ...]], None]]) -> Callable[[], object]:
-        """A step that needs only be called; its kernel is taken from ``launchers``, or compiled and put there."""
+        """A step, ready to be called; its kernel is taken from ``launchers``, or compiled and put there."""
         if not isinstance(step, Launch):
             return functools.partial(run_step, step)
         key = same_code(load(step.kernel), step)
@@ -208,11 +205,11 @@ class Stage:
         return functools.partial(launchers[key], step.programs, (*step.arguments, *step.constants.values()))
 
     def measure(self, variant: Any) -> Measured:
-        """Check a variant on these inputs, then time it on the same, and see that what was timed is right.
+        """Check a variant on these inputs, time it on the same inputs, and check what the timed launches wrote.
 
         Raises:
             WrongResultError: the result is not right, before or after it was timed.
-            DamagedError: it wrote over what results are judged by.
+            DamagedError: the variant wrote over data that results are judged by.
         """
         start = time.perf_counter()
         error, thunks = self.check(variant)
@@ -228,7 +225,7 @@ class Stage:
         return self._timed(self.clock, thunks, empties=self.empties, **how)
 
     def _timed(self, clock: Callable[..., Timing], launches: Any, *, empties: bool, **how: Any) -> Timing:
-        """The time of launches as all are timed here: on a GPU that did not wait, and from memory."""
+        """The time of launches, on a warm GPU and with a cold L2, as everything is timed here."""
         emptied = self.emptied if empties else None
         waited = time.monotonic() - self.busy > IDLE_S
         timing = clock(launches, **how, warm_us=WARM_US if waited else 0.0, emptied=emptied)
@@ -239,13 +236,13 @@ class Stage:
         self.calls[0].out.fill_(poison(self.calls[0].out.dtype))
 
     def _judge(self, thunk: Callable[[], None], right: torch.Tensor | None) -> None:
-        """See that what was just timed is right, on the set whose result is known.
+        """Check the result of the launches that were just timed, on the first set, whose right result is known.
 
-        ``right`` is a result that was held against the reference: nearly always what was timed gave the same, bit by bit.
-        In place, the timed launches have turned their inputs many times over, so one more is judged, where they ran.
+        ``right`` is a result that was compared with the reference: nearly always the timed launches gave the same bits.
+        In place, they have rotated their inputs many times over, so one more launch, on a restored input, is judged.
 
         Raises:
-            WrongResultError: it is not.
+            WrongResultError: the result is not right.
         """
         out = self.calls[0].out
         if self.fresh:
@@ -258,10 +255,10 @@ class Stage:
             raise WrongResultError(f"after it was timed, the worst error is {worst:.3g} times what rounding allows")
 
     def verify(self) -> None:
-        """See that what results are judged by is as it was made.
+        """Check that the data that results are judged by are as they were made.
 
         Raises:
-            DamagedError: it is not.
+            DamagedError: they are not.
         """
         now = dict(zip(self.judges, fingerprint(list(self.judges.values())), strict=True))
         harmed = [name for name, seal in self.seal.items() if seal != now[name]]
@@ -269,7 +266,7 @@ class Stage:
             raise DamagedError(f"a variant wrote outside its output, over {' and '.join(harmed)}")
 
     def check(self, variant: Any) -> tuple[float, list[Callable[[], None]]]:
-        """The worst error of a variant over its bound, and one thunk a buffer set to time it with.
+        """The worst error of a variant over its bound, and one thunk for each buffer set to time it with.
 
         Raises:
             WrongResultError: the result is not right.
@@ -289,7 +286,7 @@ class Stage:
         try:
             worst = check(out, self.wanted, self.bound, unchanged, known)
         except WrongResultError:
-            for tensor, before in unchanged.values():  # those after this one are not to be blamed for it
+            for tensor, before in unchanged.values():  # later variants must not be blamed for what this one changed
                 tensor.copy_(before)
             raise
         if known is None:
@@ -301,10 +298,10 @@ class Stage:
     def compare(
         self, variants: list[Any], rounds: int = FINAL_ROUNDS, allocations: int = ALLOCATIONS
     ) -> list[Compared]:
-        """Time variants that have been measured again, interleaved, so that drift meets all alike, and on other memory too.
+        """Time measured variants again, interleaved, so that drift meets all alike, and on other memory too.
 
-        If any of them launches dependently, all are timed behind a foreign kernel as well, once on each memory: that of its
-        own kind lets it begin early, as few kernels of a model do.
+        If any of them is a dependent launch, all are timed behind a foreign kernel as well, once on each memory: behind
+        a launch of itself it may begin early, which few kernels of a model allow.
 
         Raises:
             WrongResultError: a result is not right after it was timed.
@@ -341,13 +338,13 @@ class Stage:
         return [((*before, own_us), other_us) for *before, (own_us, other_us) in zip(*own, last, strict=True)]
 
     def _alone_us(self) -> float:
-        """What the foreign kernel takes between its like."""
+        """The time of the foreign kernel behind launches of itself."""
         return self.clock([self.foreign]).median_us
 
     def _memories(self, allocations: int) -> Iterator[int]:
-        """Yields with ``calls`` on the memory that they have, and then on other, as often as there is room for that.
+        """Yield with ``calls`` on their present memory, and then on other memory, as far as there is room for it.
 
-        What was timed before stays allocated meanwhile: what is given back would be given out again.
+        The sets timed before stay allocated meanwhile: the allocator would give freed memory out again.
         """
         held: list[Any] = []
         yield 0
@@ -356,7 +353,7 @@ class Stage:
             try:
                 calls = self._inputs(len(self.calls))
                 fresh = [call.out.clone() for call in calls] if self.fresh else []
-            except torch.OutOfMemoryError:  # the record says on how many they were timed
+            except torch.OutOfMemoryError:  # the record says on how many memories variants were timed
                 return
             self.calls, self.fresh = calls, fresh
             yield number
@@ -367,19 +364,19 @@ class Stage:
         moved = self.work.bytes_moved(spec, size)
         pairs = self._copies(moved)
         clock = functools.partial(self._timed, device_time, empties=self.empties)
-        copy_us = min(copy_time(pairs, clock).median_us for _ in range(2))  # the first may meet clocks still rising
+        copy_us = min(copy_time(pairs, clock).median_us for _ in range(2))  # clocks may still rise during the first
         copied = 2 * pairs[0][1].numel() * pairs[0][1].element_size()
         del pairs
         return Baselines(copy_us, round(copy_us * moved / copied, 4), self._eager_us(), moved, self.empties)
 
     def _eager_us(self) -> float:
-        """Of eager PyTorch: on all sets, as kernels are timed, or on a few of them behind an emptied L2 if that took long."""
+        """The time of eager PyTorch on all sets, as of kernels; if it is too slow for that, on a few with an emptied L2."""
 
         def timed(calls: Sequence[Any], *, empties: bool) -> float:
             eager = keeping([self.work.eager(self.problem.spec, call) for call in calls])
             return self._timed(device_time, eager, empties=empties, replays=3).median_us
 
-        few = len(self.calls) > EAGER_SETS  # to leave the L2 by themselves
+        few = len(self.calls) > EAGER_SETS  # then EAGER_SETS are too few to displace each other from the L2
         eager_us = timed(self.calls[:EAGER_SETS], empties=self.empties or few)
         if few and eager_us * len(self.calls) <= EAGER_US:
             with contextlib.suppress(torch.OutOfMemoryError):
@@ -389,9 +386,9 @@ class Stage:
     def _copies(self, moved: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What is copied for the floor, (x, out) for each set: the very buffers that the kernels use.
 
-        In place there is no second one, so it is made; and where the output is a small part of what must move, weights
-        being most of it, or the first input is none that it could be copied from, half of all ``moved`` bytes are copied between
-        buffers made for it.
+        In place there is no second buffer, so one is made. New buffers of half of all ``moved`` bytes are copied
+        instead if the output is a small part of what must move, most of it being weights, or could not be copied from
+        the first input.
         """
         outs = [call.out for call in self.calls]
         x = next(iter(inputs_of(self.calls[0]).values()), None)
@@ -415,7 +412,7 @@ class Stage:
 
 
 def is_copy_of(out: torch.Tensor, x: torch.Tensor | None, *, alike: bool = True) -> bool:
-    """Whether an output could be copied from the first features of an input: as wide, of its dtype and in all other axes ``alike``."""
+    """Whether an output could be copied from the first features of an input; ``alike``: dtype and other axes must match."""
     if x is None or not x.ndim or not out.ndim or x.shape[-1] < out.shape[-1]:
         return False
     if not alike:

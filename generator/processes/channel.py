@@ -1,4 +1,4 @@
-"""Messages between a tuner and a process that it may lose: whole, of a known shape and in time, or an error that says why."""
+"""Messages between a tuner and a process that it may lose: whole, well-formed and in time, or an error that says why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OURS = (f"{GENERATOR}.", "tuned.")  # packages whose classes an answer may hold
 
 
 class ChannelError(Exception):
-    """The other side is gone or sends what is no message; the message says which."""
+    """The other side is gone, or sent something that is no message; the error's text says which."""
 
 
 class ClosedError(ChannelError):
@@ -29,22 +29,22 @@ class ClosedError(ChannelError):
 
 
 class GarbledError(ChannelError):
-    """What came is no message, or holds what no answer may."""
+    """The bytes that came are no message, or hold an object that no answer may hold."""
 
 
 class Channel:
-    """One end of a socket pair. Nothing here waits longer than it was told to."""
+    """One end of a socket pair. No method waits longer than it was told to."""
 
     def __init__(self, end: socket.socket, *, trusted: bool = False) -> None:
-        """``trusted``: any class may be in a message; for the side that a tuner talks to."""
+        """``trusted``: a message may hold any class; for the process that a tuner asks."""
         self.socket, self._trusted = end, trusted
 
     def send(self, message: Any, seconds: float | None = None) -> None:
         """Send one message.
 
         Raises:
-            ClosedError: nobody is there to take it.
-            TimeoutError: it was not taken in time.
+            ClosedError: the other side is gone.
+            TimeoutError: the message was not taken in time.
         """
         body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         with self._within(_deadline(seconds)):
@@ -54,9 +54,9 @@ class Channel:
         """The next message.
 
         Raises:
-            ClosedError: nobody is there to send one.
-            GarbledError: something else came.
-            TimeoutError: nothing, or only a part, came in time.
+            ClosedError: the other side is gone.
+            GarbledError: something other than a message came.
+            TimeoutError: nothing, or only a part of a message, came in time.
         """
         until = _deadline(seconds)
         mark, length = HEAD.unpack(self._read(HEAD.size, until))
@@ -69,7 +69,7 @@ class Channel:
             raise GarbledError(f"what came cannot be read: {type(error).__name__}: {error}") from error
 
     def ready(self, seconds: float) -> bool:
-        """Whether a message, or the end of the other side, came within ``seconds``."""
+        """Whether a message came, or the other side closed, within ``seconds``."""
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
         return bool(poll.poll(seconds * 1e3))
@@ -90,7 +90,7 @@ class Channel:
 
     @contextlib.contextmanager
     def _within(self, until: float | None) -> Iterator[None]:
-        """What uses the socket, which waits until then; an error of it says that the other side is gone."""
+        """Let a block use the socket until a deadline; an error of the socket means that the other side is gone."""
         try:
             # 0 would not wait at all
             self.socket.settimeout(None if until is None else max(1e-6, until - time.monotonic()))
@@ -102,7 +102,7 @@ class Channel:
 
 
 class _Answer(pickle.Unpickler):
-    """Reads plain values and the dataclasses of this project; a process that a variant has damaged gets nothing else run."""
+    """Unpickles only plain values and this project's classes: a process that a variant has damaged gets no other code run."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name) if module.startswith(OURS) else None

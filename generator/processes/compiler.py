@@ -22,11 +22,11 @@ from ..rendering.structures import structures
 from ..workload import WORKLOADS
 from .forkserver import Child, LostError, fork_server
 
-COMPILE_SECONDS = 20.0  # a variant takes 0.3 s, one that spills thousands of bytes 30: it is not wanted
+COMPILE_SECONDS = 20.0  # a variant takes 0.3 s; one that spills thousands of bytes takes 30 s, and is not wanted
 
 
 def compile_variant(problem: Problem, variant: Any, architecture: str) -> tuple[Resources, ...] | str:
-    """What each kernel that the variant launches needs, or the compiler's complaint; none where the library does it all.
+    """What each kernel that the variant launches needs (none if it launches none), or the compiler's complaint.
 
     Runs in a pool process; touches no GPU.
     """
@@ -44,11 +44,11 @@ def _meta_call(problem: Problem) -> Any:
 
 
 def prepare() -> None:
-    """What each compiler would do again before its first kernel, in 0.4 s: read the templates, take the digest of Triton itself.
+    """Read the templates and take the digest of Triton itself: 0.4 s that each compiler would else spend before its first kernel.
 
-    A family from outside is asked nothing: it may hang or crash, and what forks compilers would with it.
+    Nothing is called in a family from outside: it may hang or crash, and the fork server with it.
     """
-    with contextlib.suppress(ImportError, AttributeError):  # a Triton that has it elsewhere
+    with contextlib.suppress(ImportError, AttributeError):  # this Triton has the function elsewhere
         importlib.import_module("triton.runtime.cache").triton_key()
     if not OUTSIDE:
         structures()
@@ -67,9 +67,9 @@ def hopeless(needs: tuple[Resources, ...] | str, capability: int) -> str | None:
 
 
 def compiled(future: concurrent.futures.Future[Any]) -> tuple[Resources, ...] | str:
-    """What a submitted compile_variant came to; a compiler that crashed or hung is data as well."""
+    """The result of a submitted compile_variant; that a compiler crashed or hung is a result as well."""
     try:
-        return future.result()  # type: ignore[no-any-return] # in time: the pool sees to it
+        return future.result()  # type: ignore[no-any-return] # the pool limits the wait
     except CompilerError as error:
         return str(error)
 
@@ -82,26 +82,26 @@ class CompilerPool(concurrent.futures.Executor):
     """A process pool for compile_variant. A compiler that crashes or hangs is ended and replaced; the others go on."""
 
     def __init__(self, workers: int | None = None, *, seconds: float = COMPILE_SECONDS) -> None:
-        """``workers`` processes, by default one a core, which have ``seconds`` for each task."""
+        """``workers`` processes, by default one for each core, which have ``seconds`` for each task."""
         self._seconds = seconds
-        fork_server()  # its imports go on from here
-        # A thread a process, which asks it and waits.
+        fork_server()  # it imports while this process goes on
+        # One thread for each process: it asks the process and waits.
         self._threads = concurrent.futures.ThreadPoolExecutor(workers or os.cpu_count() or 1, "compiler")
         self._lock = threading.Lock()
-        self._children: dict[int, Child] = {}  # by the thread that asks it
+        self._children: dict[int, Child] = {}  # by the thread that asks each
         self._closed = False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        """As any executor; the future of a task whose process crashed or took too long raises CompilerError."""
+        """As for any executor; the future of a task whose process crashed or took too long raises CompilerError."""
         return self._threads.submit(self._run, fn, args, kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - as inherited
-        """As any executor, but without ``wait`` what is being compiled is given up."""
+        """As for any executor, but without ``wait`` the compilers are killed at their work."""
         if not wait:
             with self._lock:
                 self._closed = True
                 for child in self._children.values():
-                    child.kill()  # its thread, if it waits, sees it
+                    child.kill()  # a thread that waits for the child sees that
         self._threads.shutdown(cancel_futures=cancel_futures)
         for child in self._children.values():
             child.stop()
@@ -119,7 +119,7 @@ class CompilerPool(concurrent.futures.Executor):
         return value
 
     def _compiler(self) -> Child:
-        """The process of this thread, a new one if it was lost."""
+        """The process of this thread; a new one if there is none or it was lost."""
         with self._lock:
             if self._closed:
                 raise LostError("the pool is shut down")

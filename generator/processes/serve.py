@@ -1,4 +1,4 @@
-"""What a forked process does: answer one request after the other, whatever a variant does to it."""
+"""The loop of a forked process: it answers one request after the other, whatever a variant does to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from ..problem import Problem
 from .channel import Channel, ClosedError
 
-TEXT_CHARACTERS = 1000  # of an error: a compiler's may hold a whole program
+TEXT_CHARACTERS = 1000  # kept of an error: a compiler's may hold a whole program
 
 
 def serve_with(channel: Channel, name: str, arguments: tuple[Any, ...]) -> None:
@@ -29,12 +29,12 @@ def serve_with(channel: Channel, name: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _answer(server: Any, verb: str, argument: Any) -> tuple[str, Any]:
-    """("done", result), ("failed", why) or ("lost", why): in the last case this process is of no more use."""
+    """("done", result), ("failed", why) or ("lost", why); after "lost" this process is of no more use."""
     try:
         return "done", getattr(server, verb)(argument)
     except Exception as error:  # noqa: BLE001 - whatever a variant does, it is data here
         text = _text(error)
-    # Out of the handler: the error's traceback held the tensors of the trial.
+    # Recover outside of the handler: in it the error's traceback would still hold the tensors of the trial.
     try:
         server.recover()
     except Exception as error:  # noqa: BLE001 - as above
@@ -48,7 +48,7 @@ def _text(error: Exception) -> str:
 
 
 class Caller:
-    """Calls functions: a compiler's process."""
+    """What a compiler's process answers with: it calls functions."""
 
     def call(self, request: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> Any:
         """The result of function(*arguments, **keywords)."""
@@ -56,7 +56,7 @@ class Caller:
         return function(*arguments, **keywords)
 
     def recover(self) -> None:
-        """Nothing is kept from one call to the next."""
+        """Do nothing: no state is kept from one call to the next."""
 
 
 class GpuServer:
@@ -68,19 +68,19 @@ class GpuServer:
         self.staged: Any = None
 
     def environment(self, _: None) -> dict[str, Any]:
-        """What measurements are made with."""
+        """The GPU and the versions that measurements are made with."""
         from ..measuring.environment import environment  # noqa: PLC0415
 
         return environment(self.device)
 
     def free_bytes(self, _: None) -> int:
-        """Free memory, without the problem that was staged."""
+        """Free memory of the GPU, once the staged problem has been given up."""
         self._clear()
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0]
 
     def stage(self, problem: Problem) -> Any:
-        """Put a problem on the GPU; its Baselines."""
+        """Put a problem on the GPU; returns its Baselines."""
         from triton.runtime import driver  # noqa: PLC0415
 
         from ..measuring.stage import Stage  # noqa: PLC0415
@@ -98,14 +98,14 @@ class GpuServer:
         return self.staged.compare(variants)
 
     def recover(self) -> None:
-        """After a failure: give its memory back and see that the GPU still works and the staged problem is whole.
+        """After a failure, give its memory back and check that the GPU still works and the staged problem is unharmed.
 
-        After an illegal access every call fails, a launch among them; then this raises and the process has to go.
+        After an illegal access every CUDA call fails, also a launch: then this raises, and the process has to end.
         """
         gc.collect()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
-        # As much as the smallest problem takes: after running out of memory it must be there again.
+        # As much memory as the smallest problem takes: after running out of memory it must be free again.
         torch.ones(2**20, device=f"cuda:{self.device}").sum().item()
         if self.staged is not None:
             self.staged.verify()

@@ -1,4 +1,4 @@
-"""The process that measures on one GPU. It can be lost at any time: the parent notes why, starts another, goes on."""
+"""The process that measures on one GPU. It may be lost at any time: the parent notes why, starts another and goes on."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..problem import Problem
 from .forkserver import Child, LostError, fork_server
 
 STAGE_SECONDS = 120.0  # making and checking the inputs of the largest problem takes a few seconds
-TRIAL_SECONDS = 30.0  # a trial takes about 30 ms; one that compiles here first, a second
-MOST_STARTS = 3  # in a row, without one answer between: the GPU is not coming back
-PAUSE_SECONDS = 1.0  # before a start after one that gave no answer: a driver that resets a GPU takes a moment
-OLD_LOG_BYTES = 2**20  # a longer log of earlier workers is begun anew
+TRIAL_SECONDS = 30.0  # a trial takes about 30 ms; one that compiles here first takes a second
+MOST_STARTS = 3  # in a row without an answer: then the GPU is not coming back
+PAUSE_SECONDS = 1.0  # before a start, if the last worker gave no answer: a driver that resets a GPU takes a moment
+OLD_LOG_BYTES = 2**20  # a longer log of earlier workers is truncated
 GPU_SERVER = f"{GENERATOR}.processes.serve:GpuServer"
 
 
@@ -29,16 +29,16 @@ class WorkerLostError(Exception):
 
 
 class WorkerGoneError(WorkerLostError):
-    """Workers end before they answer, however often they are started; the message says how the last one ended."""
+    """Several workers in a row ended before they answered; the message says how the last one ended."""
 
 
 class TrialFailedError(Exception):
-    """The variant could not be measured, and the worker lives; the message says why."""
+    """The variant could not be measured, but the worker lives; the message says why."""
 
 
 @dataclasses.dataclass
 class Worker:
-    """Start with ``start``; ask with the named methods; ``stop`` at the end.
+    """Call ``start`` first, then the methods that ask the process, and ``stop`` at the end.
 
     ``server`` names the class that answers in the process, made with ``device``; tests put in their own.
     """
@@ -55,11 +55,11 @@ class Worker:
     _last: str = ""
 
     def start(self) -> None:
-        """A new process in its own process group, with its own CUDA context; what it prints goes to its log.
+        """Start a new process in its own process group, with its own CUDA context; what it prints goes to its log.
 
         Raises:
-            WorkerGoneError: the last few gave no answer at all.
-            WorkerLostError: it could not be started.
+            WorkerGoneError: the last MOST_STARTS processes gave no answer at all.
+            WorkerLostError: the process could not be started.
         """
         self.stop()
         if self._barren >= MOST_STARTS:
@@ -70,7 +70,7 @@ class Worker:
         self.starts += 1
         seen = re.sub(
             r"[^\w-]", "_", os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-        )  # a tuner of several sees only its own
+        )  # one of several tuners sees only its own GPU
         log = (cache_folder("logs") / f"worker-{seen}-{self.device}.log").open("a+b")
         if log.tell() > OLD_LOG_BYTES:
             log.truncate(0)
@@ -87,7 +87,7 @@ class Worker:
         self._child = None
 
     def stage(self, problem: Problem) -> Baselines:
-        """Put a problem on the GPU; what its winner will be compared with."""
+        """Put a problem on the GPU; returns the baselines that its winner will be compared with."""
         return self._ask("stage", problem, self.stage_seconds, _is_baselines)  # type: ignore[no-any-return]
 
     def measure(self, variant: Any) -> Measured:
@@ -111,7 +111,7 @@ class Worker:
         return self._ask("free_bytes", None, self.stage_seconds, _is_count)  # type: ignore[no-any-return]
 
     def _ask(self, verb: str, argument: Any, seconds: float, fits: Callable[[Any], bool]) -> Any:
-        """The answer, which ``fits`` knows the shape of: a process that a variant has damaged may answer anything."""
+        """The answer, if ``fits`` accepts its shape: a process that a variant has damaged may answer anything."""
         if self._child is None:
             raise WorkerLostError(self._last or "the worker was not started")
         self._asked += 1
@@ -161,7 +161,7 @@ def _is_compared(value: Any) -> bool:
 
 
 def _are_rounds(value: Any) -> bool:
-    """Times by the memory that they were taken on."""
+    """Whether a value is times, grouped by the memory that they were taken on."""
     return isinstance(value, tuple) and all(isinstance(v, tuple) and v and all(map(_is_time, v)) for v in value)
 
 

@@ -1,7 +1,7 @@
-"""A few JSON files as one archive, whose bytes depend on nothing but them; and read from one that anybody may have made.
+"""Pack a few JSON files as one archive whose bytes depend on nothing else; and unpack an archive that anybody may have made.
 
-It is a zip file whose members are stored, not compressed: what it holds is as large as it is, zlib's versions change nothing,
-and version control compresses it. Nothing is ever written under a name that an archive gives.
+The archive is a zip file whose members are stored, not compressed: they cannot unpack to more than its size, zlib's
+version does not matter, and version control compresses it anyway. No file is ever written under a name from an archive.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ AGAIN = f"make it again with {PROGRAM} submit"
 
 
 class ArchiveError(ValueError):
-    """What was given is no archive of ours; the message states the rule, the value and the way out."""
+    """The file is not an archive that this project made; the message states the rule, the value and the way out."""
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
 def digest_of(files: Mapping[str, bytes]) -> str:
-    """One sha256 over the files: that of what ``sha256sum *.json`` prints of them, sorted by name."""
+    """One sha256 over the files: the sha256 of the output of ``sha256sum *.json``, sorted by name."""
     lines = "".join(f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n" for name in sorted(files))
     return hashlib.sha256(lines.encode()).hexdigest()
 
@@ -53,7 +53,7 @@ def packed(files: Mapping[str, bytes]) -> bytes:
     with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:
         for name in sorted(files):
             member = zipfile.ZipInfo(name, EPOCH)
-            member.create_system, member.external_attr = 3, (stat.S_IFREG | 0o644) << 16  # as Unix has it
+            member.create_system, member.external_attr = 3, (stat.S_IFREG | 0o644) << 16  # as on Unix
             archive.writestr(member, files[name])
     return made.getvalue()
 
@@ -62,10 +62,10 @@ def packed(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpacked(data: bytes) -> dict[str, bytes]:
-    """The files of an archive, without the manifest, whose digests were compared.
+    """The files of an archive without the manifest, after comparing them with the digests of the manifest.
 
     Raises:
-        ArchiveError: it is none of ours, or was changed since it was made.
+        ArchiveError: this project did not make the archive, or it was changed since.
     """
     files = _members(data)
     if packed(files) != data:
@@ -85,7 +85,7 @@ def read_json(data: bytes, name: str) -> Any:
     """The value of a JSON file of an archive.
 
     Raises:
-        ArchiveError: it is none.
+        ArchiveError: the file is not valid JSON.
     """
     try:
         return parsed(data.decode("utf-8"))
@@ -104,7 +104,7 @@ def _members(data: bytes) -> dict[str, bytes]:
     except ArchiveError:
         raise
     except Exception as error:  # zipfile raises what struct, zlib and its own checks raise
-        why = shown(str(error))  # it may quote what it read
+        why = shown(str(error))  # the message may quote bytes of the archive
         raise ArchiveError(f"an archive is a whole zip file, got one that cannot be read ({why}): {AGAIN}") from error
 
 
@@ -136,7 +136,7 @@ def _check(member: zipfile.ZipInfo) -> None:
 
 
 def _compare(manifest: Any, files: Mapping[str, bytes]) -> None:
-    """Refuse files that are not those that the manifest is of."""
+    """Raise an ArchiveError unless the files are those that the manifest lists."""
     keys = ("format", "schema", "digest", "files")
     if not isinstance(manifest, dict) or sorted(manifest) != sorted(keys) or not isinstance(manifest["files"], dict):
         raise ArchiveError(f"{MANIFEST} must be an object with the fields {', '.join(keys)}: {AGAIN}")

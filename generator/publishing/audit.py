@@ -1,9 +1,10 @@
 """Find what is out of date: rows that do not count any more, problems without a row, generated files that differ.
 
-Hard: a kernel whose source changed, another model of GPU or other multiprocessors than the device has here, another way of
-timing, another schema; such a row does not count. Soft: another Triton, torch or driver than is installed here, timed in a way
-since improved, or found by a quick run; the row counts, and tuning again may find better. Unverified: the sources are not those that passed on the
-device; worth doing, and what a release must not go without.
+Hard: the source of a kernel changed; the GPU model or its number of multiprocessors differs from the device here; or
+the way of timing or the schema is another. Such a row does not count. Soft: Triton, torch or the driver differs from
+the one here; the way of timing was improved since; or a quick run found the row. The row counts, but tuning again may
+find a better one. Unverified: the sources are not those that passed on the device. Verifying is worth doing, and
+required for a release.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ from .files import belonging_to_nothing, generated_files
 from .verified import not_verified
 
 NAMES_SHOWN = 3
-# Something is to be done; to be done before a release, else worth doing; worth doing; what could not be compared.
+# To be done; to be done before a release, else worth doing; worth doing; a note on what could not be compared.
 KINDS = ("hard", "unverified", "soft", "note")
 
 
 @dataclasses.dataclass(frozen=True)
 class Here:
-    """What this machine can say of itself."""
+    """The versions and GPUs of this machine."""
 
-    versions: dict[str, Any]  # Triton, torch, and with a GPU the driver; "unknown" where there is none
+    versions: dict[str, Any]  # Triton, torch, and the driver, which is "unknown" without a GPU
     gpus: dict[str, dict[str, Any]]  # file name of a device -> its name and multiprocessors
 
 
@@ -62,7 +63,7 @@ class Finding:
 
 
 def this_machine() -> Here:
-    """The GPUs and versions here; touches a GPU only to ask its name."""
+    """The GPUs and versions here; a GPU is only asked for its properties."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = map(torch.cuda.get_device_properties, range(count))
     gpus = {
@@ -75,10 +76,10 @@ def this_machine() -> Here:
 def findings(
     problems: list[Problem], device: str | None, folder: Path | None, here: Here | None = None
 ) -> Iterator[Finding]:
-    """What is to be done, what is worth doing and what could not be told, for one device or every one with a record.
+    """What is to be done, what is worth doing and what could not be compared, for ``device`` or for each with a record.
 
-    Rows of problems that are not default ones are looked at when all default problems are. The package's generated files
-    are looked at too, and whether all of it was verified, unless ``folder`` says that the record is elsewhere.
+    Rows of other problems than the default ones are checked when all default problems are. The package's generated
+    files are checked too, and whether the sources were verified, unless ``folder`` says that the record is elsewhere.
     """
     here = here or this_machine()
     devices = [device] if device is not None else recorded_devices(folder)
@@ -96,7 +97,7 @@ def findings(
             yield Finding("hard", str(error))
     if folder is None and not unreadable:
         yield from (Finding("hard", text) for text in _files())
-    if folder is None and not INSTALLED and not OUTSIDE:  # what was installed has no records of suites, nor the suites
+    if folder is None and not INSTALLED and not OUTSIDE:  # an installed package has neither suites nor their records
         yield from (Finding("unverified", text) for name in devices if (text := not_verified(name)) is not None)
 
 
@@ -127,7 +128,7 @@ def _device(problems: list[Problem], device: str, folder: Path | None, here: Her
 
 
 def _landscapes(device: str) -> Iterator[Finding]:
-    """Landscapes of other texts than today's: they still rank, and what is proved on them is of another kernel."""
+    """Landscapes of kernels whose text has changed: they still rank variants, but evidence from them is of another kernel."""
     stale = [one.problem.name for one in load_landscapes(device) if not one.fresh]
     if stale:
         yield Finding(
@@ -149,7 +150,7 @@ def _hard(device: str, rows: list[Winner], here: Here) -> Iterator[Finding]:
 
 
 def _soft(device: str, rows: list[Winner], here: Here) -> Iterator[Finding]:
-    """One finding for each difference, with the rows that have it: a new Triton would fill pages otherwise."""
+    """One finding for each difference, with all rows that have it: one for each row would fill pages after a new Triton."""
     grouped: dict[str, list[Winner]] = {}
     for row in rows:
         for difference in differences(row.environment, here.versions, SOFT):

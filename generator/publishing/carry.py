@@ -1,8 +1,8 @@
-"""Keep rows whose kernels changed in text only: what was measured is machine code, and if that is the same, so is its time.
+"""Keep rows whose kernels changed in text only: a row measures machine code, and if that is the same, so is its time.
 
-The kernels of a row are compiled twice for its GPU, from the revision that it was measured with and from what is here now,
-with the Triton that it was measured with. If a call takes the same steps, and every launch comes to the same bytes, on the same
-grid and with the same numbers, the row gets the digests of today's texts. No GPU is needed.
+The kernels of a row are compiled twice for its GPU, with the Triton that it was measured with: from the revision that
+it was measured at, and from today's sources. If a call takes the same steps, and every launch has the same machine
+code, grid and numbers, the row gets the digests of today's texts. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from ..rendering.structures import fresh
 from . import codes
 from .files import fields_of
 
-# Name of a row -> {"digests": kernel -> digest, "code": what its steps come to}, or {"error": why not}.
+# Name of a row -> {"digests": kernel -> digest, "code": its steps and machine code}, or {"error": why there is none}.
 Codes = dict[str, Any]
 
 
 class CarryError(SelectionError):
-    """Rows cannot be carried at all; the message says why, and what to do."""
+    """No row can be carried; the message says why, and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Carried:
-    """What became of a record."""
+    """The result of carrying a record."""
 
-    winners: list[Winner]  # all of it, the rows that were kept with today's digests
+    winners: list[Winner]  # all rows of the record; kept rows have today's digests
     kept: list[str]  # names
     changed: dict[str, str]  # name of a row that must be measured again -> why
 
 
 def codes_of(tree: Path, winners: list[Winner]) -> Codes:
-    """What rows come to in a tree of this repository, computed by a process that imports that tree alone.
+    """The digests and machine code of rows in a tree of this repository, from a process that imports only that tree.
 
     Raises:
-        CarryError: the tree cannot be asked.
+        CarryError: that process gave no answer.
     """
     asked = json.dumps(
         [
-            # Without fields that may be newer than the tree, at their defaults.
+            # Without fields at their defaults: they may be newer than the tree.
             dataclasses.asdict(winner) | {"spec": fields_of(winner.spec), "variant": _knobs_of(winner.variant)}
             for winner in winners
         ]
@@ -77,7 +77,7 @@ def codes_of(tree: Path, winners: list[Winner]) -> Codes:
 
 
 def _knobs_of(variant: Any) -> dict[str, Any]:
-    """The knobs of a variant, without those at their defaults that are newer than some records."""
+    """The knobs of a variant, without those that are newer than some records and at their defaults."""
     fields = dataclasses.fields(variant)
     return {
         f.name: getattr(variant, f.name)
@@ -108,18 +108,18 @@ def checked_out(commit: str, folder: Path) -> None:
     """Put a commit of this repository into a folder."""
     data = subprocess.run([*GIT, "archive", commit], capture_output=True, check=True).stdout  # noqa: S603
     with tarfile.open(fileobj=io.BytesIO(data)) as tree:
-        # Python has filters from 3.10.12 and 3.11.4 on, and from 3.14 on this one if none is named.
+        # Python has extraction filters from 3.10.12 and 3.11.4 on; from 3.14 on "data" is the default.
         if hasattr(tarfile, "data_filter"):
             tree.extractall(folder, filter="data")
         else:
-            tree.extractall(folder)  # noqa: S202 - git wrote it, of this repository
+            tree.extractall(folder)  # noqa: S202 - git wrote the archive from this repository
 
 
 def carry(winners: list[Winner], revision: str, ask: Callable[[Path, list[Winner]], Codes] = codes_of) -> Carried:
-    """The record, with all rows kept whose machine code is what it was at a revision of this repository.
+    """The record, with all rows kept whose machine code is the same as at a revision of this repository.
 
     Raises:
-        CarryError: the revision is unknown, or a tree cannot be asked.
+        CarryError: the revision is unknown, or the codes of a tree cannot be computed.
     """
     commit = commit_of(revision)
     changed = {w.name: "" for w in winners if not fresh(w.digests)}

@@ -1,6 +1,6 @@
-"""Print what the rows of a record, given as JSON, come to in a tree of this repository: python codes.py TREE PACKAGE.
+"""Print digests and machine code of a record's rows (JSON) in a tree of this repository: python codes.py TREE PACKAGE.
 
-``carry`` runs this file for older revisions too, so it asks of a tree only what all of them have.
+``carry`` runs this file on older revisions too, so it uses only names that exist in all of them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 
 def code_of(row: dict[str, Any], package: str) -> dict[str, Any]:
-    """The digests of a row's kernels; its steps, and of each different launch machine code, grid, count, shared memory and numbers."""
-    from tuned.families.registry import FAMILIES  # noqa: PLC0415 - of the tree that was named
+    """The digests of a row's kernels; its steps; machine code, grid, count, shared memory and numbers of distinct launches."""
+    from tuned.families.registry import FAMILIES  # noqa: PLC0415 - from the tree that was named
     from tuned.lookup.record import build  # noqa: PLC0415
 
     compiling = importlib.import_module(f"{package}.measuring.compile")
@@ -42,17 +42,17 @@ def code_of(row: dict[str, Any], package: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer on standard output, in one line; a row that does not compile answers with its error."""
+    """Write one line of JSON to standard output; a row that does not compile has its error there."""
     tree, package = Path(sys.argv[1]).resolve(), sys.argv[2]
     sys.path[0] = str(tree)
     found = importlib.util.find_spec(package)
-    if found is None or found.origin is None or tree not in Path(found.origin).parents:  # another is installed
+    if found is None or found.origin is None or tree not in Path(found.origin).parents:  # found an installed package
         raise SystemExit(f"{tree} is no tree of this repository")
     answers = {}
     for row in json.load(sys.stdin):
         try:
             answers[row["name"]] = code_of(row, package)
-        except Exception as error:  # noqa: BLE001, PERF203 - of Triton's compiler, or of a tree that knows no such row
+        except Exception as error:  # noqa: BLE001, PERF203 - from Triton's compiler, or an older tree lacks such a row
             answers[row["name"]] = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
     sys.stdout.write(json.dumps(answers) + "\n")
 

@@ -1,7 +1,7 @@
 """What somebody else measured on their GPU, as one archive that can be judged without that GPU.
 
-It holds the record, and what it was measured with, which follows from the record and is there to be read. Whoever makes
-one and whoever gets one ask the same question: ``verdict``.
+It holds the record, and for readers the environments and kernels that it was measured with, which follow from the
+record. Whoever makes an archive and whoever receives it call the same function, ``verdict``.
 """
 
 from __future__ import annotations
@@ -34,30 +34,31 @@ from ..workload import WORKLOADS, default_problems
 from .archive import MANIFEST, MOST_BYTES, ArchiveError, packed, read_json, signed, unpacked
 
 WITH = "measured_with.json"
-KERNELS = 24  # compiled of a contribution: half a minute on one core
+KERNELS = 24  # rows of a contribution whose kernels are compiled: half a minute on one core
 MOST_ROWS = 4096
 MOST_NUMBER = 2**20  # of a size or a width
 MOST_TOKENS = 2**24  # of all sizes together
-LEAST_CAPABILITY = 70  # what a kernel waits by needs sm_70
+LEAST_CAPABILITY = 70  # the instructions by which kernels wait need sm_70
 MOST_MULTIPROCESSORS = 1024
 MOST_SPREAD = 0.5  # of a time
 MOST_OVER_DEFAULT = 1.1  # the default variant is measured beside the winner
-# What a default that launches dependently may gain behind its like, as both are timed; a winner is chosen behind a foreign kernel too.
+# Both times are measured behind a kernel like their own, where a default with dependent launch may gain this much; a
+# winner is chosen behind a foreign kernel too.
 BEGUN_EARLY_US = 1.0
-SLOWEST = 100, 50.0  # a copy: times what the memory of the fastest such card takes, and microseconds
+SLOWEST = 100, 50.0  # a copy takes at most so many times the least time of the fastest such card, plus microseconds
 AGAIN = f"measure it again with {TUNE} --gpu auto --problems {{name}}, or take the row out"
 
 
 @dataclasses.dataclass(frozen=True)
 class Contribution:
-    """A record that somebody submits, and the digest that it is known by."""
+    """A record that somebody submits, and the digest that identifies it."""
 
     winners: tuple[Winner, ...]
     digest: str
 
     @property
     def environment(self) -> dict[str, Any]:
-        """What the rows were measured with, as far as all must have it in common."""
+        """The environment of the first row: all rows must agree in the fields that are used."""
         return self.winners[0].environment
 
     @property
@@ -72,25 +73,25 @@ class Contribution:
 
     @property
     def card(self) -> Target:
-        """The card, of what is known of its capability and multiprocessors."""
+        """The card, by its capability and multiprocessors."""
         return card_of(self.device, self.environment["capability"], self.environment["multiprocessors"])
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Why a contribution is not accepted, as sentences, none if it is; and of which rows the kernels were compiled."""
+    """Why a contribution is not accepted, as sentences (none if it is); and the rows whose kernels were compiled."""
 
     contribution: Contribution | None
     reasons: tuple[str, ...]
     compiled: tuple[Winner, ...] = ()
-    kernels: int = 0  # that there are among the rows
+    kernels: int = 0  # different kernels among the rows
 
 
 # Making ---------------------------------------------------------------------------------------------------------------
 
 
 def made(winners: list[Winner]) -> tuple[bytes, Contribution]:
-    """The archive of a record, and what it is; the same rows, the same bytes. Nothing is judged yet.
+    """The archive of a record, and its Contribution; the same rows, the same bytes. Nothing is judged yet.
 
     Raises:
         RecordError: there are no rows.
@@ -99,7 +100,7 @@ def made(winners: list[Winner]) -> tuple[bytes, Contribution]:
         raise RecordError(f"a contribution must have a row, and the record has none: run {TUNE} --gpu auto first")
     device = winners[0].environment["device"]
     record = record_text(device, winners)
-    # As it is read: a record from before a knob was has its default now.
+    # Read the record back as a reader will: a row older than a knob then has the knob's default.
     winners = winners_of(record, f"{device}.json")
     files = signed({f"{device}.json": record.encode(), WITH: _measured_with(winners)})
     return packed(files), Contribution(tuple(winners), _digest(files))
@@ -124,10 +125,10 @@ def _measured_with(winners: list[Winner]) -> bytes:
 
 
 def read_archive(path: Path) -> bytes:
-    """The bytes of an archive, no more than one may have and one.
+    """The bytes of an archive, at most one more than an archive may have.
 
     Raises:
-        ArchiveError: it is no file.
+        ArchiveError: the path is not a file.
     """
     if not path.is_file():
         raise ArchiveError(f"an archive is a file that {PROGRAM} submit wrote, and {path} is none")
@@ -163,11 +164,11 @@ def verdict(data: bytes, compiler: concurrent.futures.Executor, most: int = KERN
 
 
 def _read(data: bytes) -> Contribution:
-    """What an archive holds.
+    """The contribution in an archive.
 
     Raises:
-        ArchiveError: it is no archive of ours.
-        RecordError: the record is none, or is another one than that of ``measured_with``.
+        ArchiveError: this project did not make the archive.
+        RecordError: the record is not valid, or measured_with.json does not follow from it.
     """
     files = unpacked(data)
     names = sorted(set(files) - {WITH})
@@ -189,7 +190,7 @@ def _read(data: bytes) -> Contribution:
 
 
 def _whole(contribution: Contribution) -> Iterator[str]:
-    """What is wrong with the record as a whole."""
+    """The reasons against the record as a whole."""
     first = contribution.environment
     if first["device"] != device_slug_or_none(first["device_name"]):
         yield (
@@ -219,7 +220,7 @@ def _whole(contribution: Contribution) -> Iterator[str]:
 
 
 def device_slug_or_none(name: str) -> str | None:
-    """The file name of a device; None where there is no letter or digit to make it of."""
+    """The file name of a device; None if the device's name has no letter or digit."""
     try:
         return device_slug(name)
     except ValueError:
@@ -227,7 +228,7 @@ def device_slug_or_none(name: str) -> str | None:
 
 
 def why_not(row: Winner, card: Target) -> str | None:
-    """Why a row is not accepted, as far as no compiler is needed to tell; or None."""
+    """Why a row is not accepted, by the rules that need no compiler; or None."""
     family = WORKLOADS[row.family].family
     return (
         _too_large(row)
@@ -239,7 +240,7 @@ def why_not(row: Winner, card: Target) -> str | None:
 
 
 def _too_large(row: Winner) -> str | None:
-    """Sizes that nobody measures, and that cost the judge minutes."""
+    """Why the sizes are too large, or None: nobody measures such sizes, and judging them would take minutes."""
     numbers = [n for part in (row.spec, row.size) for n in _numbers(dataclasses.asdict(part))]
     if max(numbers, default=0) > MOST_NUMBER:
         return f"sizes and widths are at most {MOST_NUMBER}, got {max(numbers)}"
@@ -292,7 +293,7 @@ def _problem(row: Winner) -> Problem:
 
 
 def kernels_of(winners: tuple[Winner, ...]) -> list[Winner]:
-    """One row for each text with its numbers: those that Triton compiles apart, but for the sizes."""
+    """One row for each (family, spec, variant): Triton compiles these separately, apart from specialisations on sizes."""
     found: dict[Any, Winner] = {}
     for row in winners:
         found.setdefault((row.family, row.spec, row.variant), row)
@@ -300,7 +301,7 @@ def kernels_of(winners: tuple[Winner, ...]) -> list[Winner]:
 
 
 def sample_of(rows: list[Winner], most: int) -> list[Winner]:
-    """So many of the rows: the largest tile of each text, as far as that is half of them, and the others evenly spaced."""
+    """At most ``most`` rows: up to half are the largest tile of each text, and the others are evenly spaced."""
     if len(rows) <= most:
         return rows
     ordered = sorted(rows, key=lambda row: (-_tile(row), row.name))

@@ -1,4 +1,4 @@
-"""The generated modules that ship: every default structure, every structure that a table names, and the tables as Python literals."""
+"""The generated modules that ship: default kernels, kernels that a table names, and the tables as Python literals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DIGESTS = {
 
 
 def committed_kernels() -> dict[str, Kernel]:
-    """Name -> kernel of everything that belongs in tuned/kernels."""
+    """Name -> kernel, for all that belong in tuned/kernels."""
     winners = (winner for path in WINNERS.glob("*.json") for winner in load_record(path))
     named = (name for w in winners for name in FAMILIES[w.family].kernel_names(w.spec, w.variant))
     return {name: structures()[name] for name in sorted({*default_names(), *named})}
@@ -48,25 +48,25 @@ def generated_files() -> dict[str, str]:
         winners = sorted(load_record(path), key=lambda w: (w.family, w.name))
         files[f"tables/{path.stem}.py"] = table_source(path.stem, winners)
         every += winners
-    if not OUTSIDE:  # few rows, and no other GPU's: the default variant serves where there is none
+    if not OUTSIDE:  # a family from outside has few rows, and none of other GPUs: its default variant serves the rest
         files["tables/_portfolio.py"] = portfolio_source(every)
         files["tables/_models.py"] = models_source()
     return files
 
 
 def belonging_to_nothing(wanted: Mapping[str, str]) -> list[str]:
-    """The generated files that are there and not among those that are wanted."""
+    """The generated files that exist but are not among ``wanted``."""
     found = {f"kernels/{p.name}" for p in KERNELS.glob("*.py")}
     found |= {f"tables/{p.name}" for p in TABLES.glob("*.py") if p.name != "__init__.py"}
     return sorted(found - set(wanted))
 
 
 def render_all() -> tuple[list[str], list[str]]:
-    """Write every generated file and delete those that are none any more; returns what was written and deleted."""
+    """Write every generated file and delete those no longer generated; returns the names written and deleted."""
     with folder_lock(WINNERS):  # no record changes, and no other tuner renders, between reading and writing
-        for folder in (KERNELS, TABLES):  # a family from outside begins without them
+        for folder in (KERNELS, TABLES):  # a new family from outside lacks them
             folder.mkdir(parents=True, exist_ok=True)
-        for half in (*KERNELS.glob(".*.py.*"), *TABLES.glob(".*.py.*")):  # of a tuner that was killed while it wrote
+        for half in (*KERNELS.glob(".*.py.*"), *TABLES.glob(".*.py.*")):  # a tuner was killed while it wrote these
             half.unlink()
         wanted = generated_files()
         written = [name for name, text in wanted.items() if write_if_different(HOME / name, text)]
@@ -80,10 +80,10 @@ TABLES = HOME / "tables"
 
 
 def write_table(device: str) -> None:
-    """Write the table of a device again, from the package's record of it."""
+    """Write the table of a device again, from the package's record of that device."""
     with folder_lock(WINNERS):
         winners = sorted(read_record(device, WINNERS), key=lambda w: (w.family, w.name))
-        TABLES.mkdir(parents=True, exist_ok=True)  # a family from outside begins without one
+        TABLES.mkdir(parents=True, exist_ok=True)  # a new family from outside lacks it
         write_if_different(TABLES / f"{device}.py", table_source(device, winners))
 
 
@@ -163,15 +163,15 @@ def models_source() -> str:
 
 
 def fields_of(part: Any) -> dict[str, Any]:
-    """The fields of a spec, size or variant that a table writes: those that are not as they are by default."""
+    """The fields of a spec, size or variant that a table writes: those that differ from their defaults."""
     return {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if getattr(part, f.name) != f.default}
 
 
 def literal(value: Any) -> str:
-    """Python source of plain values, strings in double quotes; evaluates to what it was made from.
+    """Python source that evaluates to a plain value, with strings in double quotes.
 
     Raises:
-        TypeError: for anything that has no literal.
+        TypeError: for a value that has no literal.
     """
     if isinstance(value, str):
         return json.dumps(value)

@@ -1,6 +1,6 @@
-"""What was verified on a GPU: one digest over all that ships, and whether a device's record of its suites is of it.
+"""What was verified on a GPU: one digest over all that ships, and whether a device's suites passed with that digest.
 
-Only the standard library is imported, so that any Python can tell the digest of a checkout.
+Only the standard library is imported, so that any Python can compute the digest of a checkout.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ AGAIN = "make verify on that GPU"
 
 
 class VerifiedError(ValueError):
-    """A record that is none; the message names the file and says what is wrong with it."""
+    """A file is not a valid record; the message names the file and says what is wrong with it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """How one suite ended. Skipped is what the machine could not run."""
+    """How one suite ended. Skipped tests are those that the machine could not run."""
 
     name: str  # of SUITES
     passed: int
-    failed: int  # one at least if the suite did not come to its end
+    failed: int  # at least one if the suite did not come to its end
     skipped: int
     seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """The record of a device: what was run, of which sources, with what."""
+    """The record of a device: which suites were run, on which sources, in which environment."""
 
     environment: dict[str, Any]
     kernels: str  # the digest
@@ -51,8 +51,8 @@ class Verified:
 def digest(package: Path = PACKAGE) -> str:
     """Twelve hexadecimal digits over the kernels, tables, records and source of the runtime, and the names of the files.
 
-    Of syntax trees without docstrings, and of the records' values: comments and layout change nothing, nor does the
-    version of Python.
+    The digest is over syntax trees without docstrings, and over the records' values: it does not depend on comments,
+    layout or the version of Python.
     """
     found = hashlib.sha256()
     for name, path in shipped(package):
@@ -64,7 +64,7 @@ def digest(package: Path = PACKAGE) -> str:
 
 
 def shipped(package: Path = PACKAGE) -> list[tuple[str, Path]]:
-    """Name below the package, and path, of every file that the digest is over, in its order: not of the generator."""
+    """(name below the package, path) of every file that the digest covers, in its order; the generator is not covered."""
     paths = [*package.rglob("*.py"), *(package / "winners").glob("*.json")]
     named = sorted((path.relative_to(package).as_posix(), path) for path in paths)
     return [(name, path) for name, path in named if not name.startswith(f"{INSIDE}/")]
@@ -72,7 +72,7 @@ def shipped(package: Path = PACKAGE) -> list[tuple[str, Path]]:
 
 @functools.lru_cache(maxsize=1024)
 def _meaning(source: str) -> str:
-    """Kept, since a process may take the digest more than once, of files of which most stay as they are."""
+    """The syntax tree of a source as text; cached, since a process may take the digest again when few files have changed."""
     parts: list[str] = []
     _tree(ast.parse(source), parts)
     return "".join(parts)
@@ -81,8 +81,9 @@ def _meaning(source: str) -> str:
 def _tree(node: Any, parts: list[str]) -> None:
     """Append a syntax tree as text that is the same for every Python from 3.10 on.
 
-    Neither ast.dump nor ast.unparse is: 3.12 has a field for type parameters and other quotes in f-strings, 3.13 leaves
-    out what is empty. A field that is empty is left out here, so that one which a later Python adds changes nothing.
+    ast.dump and ast.unparse are not the same: Python 3.12 adds a field for type parameters and changes quotes in
+    f-strings, and 3.13 leaves out empty fields. Here empty fields are always left out, so that fields of later Pythons
+    change nothing.
     """
     if isinstance(node, ast.Constant):
         parts.append(f"{type(node.value).__name__} {node.value!a}")
@@ -116,7 +117,7 @@ def _without_docstring(node: ast.AST, body: list[Any]) -> list[Any]:
 
 
 def _joined(values: list[ast.expr]) -> list[ast.expr]:
-    """The parts of an f-string, its text in one piece between expressions: 3.12 leaves empty pieces in formats."""
+    """The parts of an f-string, with the text between expressions in one piece: 3.12 leaves empty pieces in formats."""
     found: list[ast.expr] = []
     for value in values:
         last = found[-1] if found else None
@@ -139,7 +140,7 @@ def read_verified(path: Path) -> Verified:
     """The record in a file.
 
     Raises:
-        VerifiedError: it is no record.
+        VerifiedError: the file is not a valid record.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -168,7 +169,7 @@ def verified_text(verified: Verified) -> str:
 
 
 def not_verified(device: str, folder: Path = FOLDER, package: Path = PACKAGE) -> str | None:
-    """Why what lies here is not what was verified on a device, as a sentence with the way out; None if it is."""
+    """Why the sources here are not verified on a device, as a sentence with the way out; None if they are."""
     path = verified_path(device, folder)
     if not path.exists():
         return f"{device}: not verified, there is no {path.name} in benchmarks/results/verified: {AGAIN}"

@@ -1,4 +1,4 @@
-"""Render a kernel's source from its template, a pure function of family, spec and variant; every kernel text there can be."""
+"""Render a kernel's source from its template, a pure function of family, spec and variant; list every possible kernel."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ NAME = "KERNEL"  # stands for the kernel's name in a template: {{ name }} could 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """Rendered source of one kernel structure, and a digest of what it means."""
+    """Rendered source of one kernel structure, and a digest of its syntax tree."""
 
     name: str  # of the module and of its @triton.jit function
     source: str
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of the syntax tree: a comment or a docstring changes nothing. It takes longer than rendering."""
+        """Digest of the syntax tree, which comments and docstrings do not change. It takes longer than rendering."""
         return digest(self.source)
 
 
 class _IndentedIncludes(jinja2.ext.Extension):
-    """What is included is indented as its mark is: statements of a function's body can be a file of valid Python."""
+    """Indent an included file like its include mark: statements of a function's body can then be a file of valid Python."""
 
     MARK = re.compile(r'^( +)(# \{% include "[^"]+" %\}\n)', re.MULTILINE)
 
@@ -50,7 +50,7 @@ class _IndentedIncludes(jinja2.ext.Extension):
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    # Block marks inside comments keep a template valid Python; {{ x }} is a legal expression as it is.
+    # Block marks are inside comments, so that a template is valid Python; {{ x }} is a legal expression anyway.
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader([*([FAMILY.parent] if FAMILY else []), TEMPLATES]),
         extensions=[_IndentedIncludes],
@@ -78,34 +78,34 @@ def texts() -> Iterator[Text]:
 
 @functools.cache
 def structures() -> dict[str, Kernel]:
-    """Every kernel by name, rendered from the templates as they are now."""
+    """Every kernel by name, rendered from today's templates."""
     return {name: render(template, name, spec, variant) for template, name, spec, variant, _ in texts()}
 
 
 @functools.cache
 def digests() -> dict[str, str]:
-    """Kernel -> digest of its text now, of all. They take seconds: ``current`` has those of a few."""
+    """Kernel -> digest of its text now, for all kernels. This takes seconds: ``current`` does it for a few."""
     return current(structures())
 
 
 def current(names: Iterable[str]) -> dict[str, str]:
-    """Kernel -> digest of its text now, of those names that are kernels' still."""
+    """Kernel -> digest of its text now, for those of ``names`` that are still kernels."""
     return {name: structures()[name].digest for name in names if name in structures()}
 
 
 def digests_of(problem: Problem, variant: Any) -> dict[str, str]:
-    """Those of the kernels that a variant launches."""
+    """The digests of the kernels that a variant launches."""
     return current(WORKLOADS[problem.family].family.kernel_names(problem.spec, variant))
 
 
 def fresh(measured: dict[str, str]) -> bool:
-    """Whether the templates still give the texts that were measured."""
+    """Whether the templates still render the texts that were measured."""
     return measured == current(measured)
 
 
 @functools.cache
 def default_names() -> frozenset[str]:
-    """The kernels that a call can get where no table says more: these are always committed."""
+    """The kernels that a call can get without a table: these are always committed."""
     return frozenset(name for _, name, _, _, default in texts() if default)
 
 
@@ -113,7 +113,8 @@ def default_names() -> frozenset[str]:
 def load(name: str) -> Any:
     """The @triton.jit function of kernel ``name``.
 
-    The source is a real file, since Triton reads a function's source and a traceback must be openable.
+    The source is written to a real file, since Triton reads a function's source and a traceback must have a file to
+    show.
 
     Raises:
         KeyError: if no family has a kernel of this name.

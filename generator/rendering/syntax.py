@@ -1,4 +1,4 @@
-"""The digest of a kernel's text, the same for every Python from 3.10 on. It needs nothing but Python."""
+"""The digest of a kernel's text, the same for every Python from 3.10 on. It needs only the standard library."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import re
 import sys
 from collections.abc import Iterator
 
-# What is assigned to, if it is more than one: Python 3.10 writes it in parentheses, later ones do not.
+# Several targets of an assignment or a loop: ast.unparse of Python 3.10 puts them in parentheses, later versions do
+# not.
 TARGETS = re.compile(r"^( *(?:for )?)\((.*?)\)( = | in )", re.MULTILINE)
 
 
 def _documented(node: ast.AST) -> Iterator[ast.Module | ast.FunctionDef]:
-    """The module and its functions: expressions, which are most of a tree, hold none."""
+    """The module and its functions. Expressions, most of a tree, are skipped: they hold no functions."""
     if isinstance(node, ast.Module | ast.FunctionDef):
         yield node
     for child in ast.iter_child_nodes(node):

@@ -1,1 +1,1 @@
-"""What a person sees."""
+"""Output for people: tables, lines, the live display, and the HTML page."""

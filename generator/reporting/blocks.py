@@ -1,4 +1,4 @@
-"""How to choose a block size: rules that fix one measure of a program's tile, judged by what they cost."""
+"""How to choose a block size: rules that fix one measure of a program's tile, judged by their cost in time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..workload import WORKLOADS
 from .history import History
 from .importance import Spread, spread
 
-LEAST_SHARE = 0.9  # of the problems that a rule must be able to serve to be judged at all
+LEAST_SHARE = 0.9  # share of the problems that a rule must be able to serve to be judged
 WARP = 32  # threads
 
 
@@ -45,12 +45,12 @@ class Rule:
 
     measure: str  # of MEASURES
     value: int  # a power of two
-    cost: Spread  # of the best variant that obeys it
+    cost: Spread  # of the best variant that obeys the rule
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The best rule of each measure, the best of all first, and what surrounds it."""
+    """The best rule of each measure, the best of all first, and the data around them."""
 
     rules: list[Rule]
     curves: dict[str, dict[int, Spread]]  # measure -> value -> cost
@@ -61,7 +61,7 @@ class Answer:
 
 
 def answer(histories: Iterable[History]) -> Answer | None:
-    """What the measurements of one family say, or None without any."""
+    """The answer from the measurements of one family, or None without measurements."""
     found = [h for h in histories if h.times]
     if not found:
         return None
@@ -82,7 +82,7 @@ def answer(histories: Iterable[History]) -> Answer | None:
 def curve(
     histories: Sequence[History], measure: Callable[[Problem, Any], float], best: Sequence[float] | None = None
 ) -> dict[int, Spread]:
-    """Each value of a measure, to the nearest power of two, with what the best variant of that value costs."""
+    """Value of a measure, to the nearest power of two -> cost of the best variant with that value."""
     ratios: dict[int, list[float]] = collections.defaultdict(list)
     for history, best_us in zip(histories, best or [h.best_us for h in histories], strict=True):
         least: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""What calls get on a card that nobody measured, as a table."""
+"""The variants that calls get on a card that nobody measured, as a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..figures import figures
 
 
 def card_table(card: Card) -> Table:
-    """One row a family: how its calls were chosen, and what the compiler says of their kernels."""
+    """One row a family: the rules that chose its variants, and the compiler's report on their kernels."""
     target, limit = card.target, shared_limit(card.target.capability)
     heads = ("shapes", "kernels", "registers", "shared KiB", "hold")
     title = f"{target.device}: {target.architecture}, {target.processors} processors, {limit // 1024} KiB a program"

@@ -1,4 +1,4 @@
-"""Do what is true without a GPU, and tell it as it goes."""
+"""Compile, check and estimate without a GPU, and report as it goes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .report import knobs
 
 
 def picks(estimate: Estimate) -> list[str]:
-    """The picks of a problem, what they need, and the measured row beside them, as lines."""
+    """The picks of a problem with their registers and shared memory, and the measured row beside them, as lines."""
     default = default_variant(estimate.problem)
     lines = [estimate.problem.name]
     for us, variant in estimate.ranked[:PICKS]:
@@ -33,7 +33,7 @@ def picks(estimate: Estimate) -> list[str]:
 
 
 def beside(estimate: Estimate, default: Any) -> str:
-    """The measured row of the same problem, and where the estimate puts its variant."""
+    """A line with the measured row of the same problem, and the rank that the estimate gives its variant."""
     if estimate.measured is None:
         return "measured: no row in the record"
     row = estimate.measured
@@ -42,7 +42,7 @@ def beside(estimate: Estimate, default: Any) -> str:
     return f"measured  {row.median_us:8.2f} us  {place}: {knobs(row.variant, default)}"
 
 
-# What a rank means, said once below the picks.
+# The meaning of a rank, said once below the picks.
 RANK = (
     "A rank is the place of the measured winner among the variants that were compiled here, ordered by the estimate: rank 1 of "
     "40 is the estimate's own first pick, rank 40 of 40 the one that it thinks slowest. Not compiled here: the winner was ruled "
@@ -50,7 +50,7 @@ RANK = (
 )
 
 
-# How a line begins, without its indent -> its style where there is a terminal.
+# Beginning of a line, without its indent -> its style on a terminal.
 STYLES = {
     "Without a GPU": "bold",
     "Estimated for": "bold",
@@ -68,7 +68,7 @@ def style_of(line: str) -> str:
 
 
 def facts(estimate: Estimate) -> dict[str, Any]:
-    """For programs; times are estimates, but for that of the measured row."""
+    """The results of a problem for programs; times are estimates, except that of the measured row."""
     row, order = estimate.measured, [v for _, v in estimate.ranked]
     return {
         "problem": estimate.problem.name,
@@ -83,7 +83,7 @@ def facts(estimate: Estimate) -> dict[str, Any]:
 
 
 def funnel(estimate: Estimate) -> str:
-    """From declared to distinct, in one line."""
+    """The counts of variants from declared to distinct, in one line."""
     sampled = len(estimate.compiled) + sum(v not in estimate.compiled for v in estimate.refused)
     what = "all" if sampled == len(estimate.pool.variants) else f"a ranked sample of {sampled}"
     return (
@@ -94,7 +94,7 @@ def funnel(estimate: Estimate) -> str:
 
 
 def resource_use(estimate: Estimate) -> str:
-    """The range of what the sample's kernels need."""
+    """The range of registers, shared memory and spills of the sample's kernels."""
     every = [need for needs in estimate.compiled.values() for need in needs]
     if not every:
         return "nothing compiled"
@@ -114,7 +114,7 @@ def run_offline(  # noqa: PLR0913 - the parts are independent of each other
     say: Callable[[str], None],
     step: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Everything that is true without a GPU, told as it goes; whether each problem compiles and every result that was checked is right.
+    """Compile, check and estimate, and report as it goes; True if each problem compiles and every checked result is right.
 
     ``step`` is called after each problem.
     """

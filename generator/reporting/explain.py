@@ -1,4 +1,4 @@
-"""Tell of one problem what serves it on a device, and what each of the winner's choices is worth."""
+"""Explain one problem on a device: which variant serves it, and what each choice of that variant is worth."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from ..workload import WORKLOADS, default_variant
 from .history import History, from_journal, from_landscapes
 from .report import describe, percent_of_floor
 
-COLUMNS, LEAST = 80, 24  # of a terminal, and of the last column of a table at least
+COLUMNS, LEAST = 80, 24  # width of a terminal, and least width of the last column of a table
 
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def explain(problem: Problem, device: str, folder: Path | None, journal: Journal | None) -> Iterator[str]:
-    """Lines of text: the rule and the row, the time, what it was measured with, the runner-up, and a table of knobs.
+    """Lines of text: the rule and the row, the time, the environment that it was measured in, the runner-up, the knobs.
 
     Raises:
-        UnknownTargetError: no record of ``device`` and no data sheet to go by.
-        RecordError: ``folder``, or what TUNED_TABLES names, is no folder or has a record that cannot be read.
+        UnknownTargetError: ``device`` has neither a record nor a data sheet here.
+        RecordError: ``folder``, or the path in TUNED_TABLES, is no folder or has a record that cannot be read.
     """
     winners = read_record(device, folder)
     gpu = _gpu(device, winners)
@@ -75,7 +75,7 @@ def explain(problem: Problem, device: str, folder: Path | None, journal: Journal
 
 @contextlib.contextmanager
 def _in_front(folder: Path | None) -> Iterator[None]:
-    """The records of a folder in front of the shipped tables, as TUNED_TABLES puts them there."""
+    """Inside the block, the records of a folder come before the shipped tables, as with TUNED_TABLES."""
     before = os.environ.get("TUNED_TABLES")
     if folder is not None:
         os.environ["TUNED_TABLES"] = str(folder)
@@ -125,7 +125,7 @@ def _measured(winner: Winner, here: Here) -> Iterator[str]:
 
 
 def _history(problem: Problem, device: str, winner: Winner | None, journal: Journal | None) -> History | None:
-    """The landscape of a problem, which is whole, or else what its searches tried."""
+    """The landscape of a problem, which has every legal variant, or else the variants that its searches tried."""
     found = [h for h in from_landscapes(device) if same_problem(h.problem, problem)]
     if not found and journal is not None and winner is not None:
         found = from_journal(journal, [(problem, winner.environment)])
@@ -133,7 +133,7 @@ def _history(problem: Problem, device: str, winner: Winner | None, journal: Jour
 
 
 def table(problem: Problem, choice: Choice, history: History | None) -> Iterator[str]:
-    """The variant's knobs beside the default's, and what every other choice costs as far as it was tried."""
+    """The variant's knobs beside the default's, and the cost of every other choice that was tried."""
     variant = choice.variant
     default = default_variant(problem)
     times = {} if history is None else history.times

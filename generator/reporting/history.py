@@ -1,4 +1,4 @@
-"""What was tried of each problem on one device: from the journal of its searches, or from recorded landscapes."""
+"""The variants tried for each problem on one device: from the journal of searches, or from recorded landscapes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class History:
     problem: Problem
     times: dict[Any, float]  # variant -> microseconds
     failed: dict[Any, str]  # variant -> the reason
-    whole: bool = False  # every legal variant was tried; otherwise a search chose which
-    fresh: bool = True  # with the kernels as they are now
+    whole: bool = False  # every legal variant was tried; otherwise a search chose some
+    fresh: bool = True  # measured with today's kernels
 
     @property
     def best_us(self) -> float:
@@ -35,7 +35,7 @@ class History:
 
 
 def from_journal(journal: Journal, asked: Iterable[tuple[Problem, dict[str, Any]]]) -> list[History]:
-    """The trials of problems in their environments, measured with the kernels as they are now; problems without any left out."""
+    """The trials of problems in their environments, measured with today's kernels; problems without trials are left out."""
     found = []
     for problem, environment in asked:
         results = journal.remembered(problem, environment, functools.partial(digests_of, problem))

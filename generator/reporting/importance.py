@@ -1,4 +1,4 @@
-"""Which knob mattered: Optuna's importances, and what each choice costs at its best."""
+"""How much each knob matters: Optuna's importances, and the cost of each choice with all other knobs at their best."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import optuna
 
 from tuned.families.choices import choices
 
-LEAST_TRIALS = 20  # of a problem: a tenth of them is the group that importances explain, and one trial is no group
+LEAST_TRIALS = 20  # of a problem: importances explain the fastest tenth, and a single trial is not enough for that
 
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Ratios to the best over problems, as percent above it."""
+    """Ratios to the best time over several problems, as percent above the best."""
 
     problems: int
     median: float
-    ninth: float  # nine problems of ten are at most this
+    ninth: float  # nine problems of ten are at most this much above
     worst: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-    """What one knob did over the problems of a family."""
+    """The effect of one knob over the problems of a family."""
 
     name: str
     importance: float  # 0 to 1, all knobs of a problem adding up to 1; the mean over problems
-    costs: dict[Any, Spread]  # choice -> how far the best variant that makes it is above the best of all
+    costs: dict[Any, Spread]  # choice -> how far the best variant with this choice is above the best of all
 
 
 def spread(ratios: Sequence[float]) -> Spread:
@@ -80,7 +80,7 @@ def knobs_of(landscapes: Iterable[Mapping[Any, float]]) -> list[Knob]:
         costs = {}
         for choice in declared:
             ratios = [_best(times, name, choice) / min(times.values()) for times in rows]
-            ratios = [r for r in ratios if r < math.inf]  # a problem in which the choice was never made says nothing
+            ratios = [r for r in ratios if r < math.inf]  # without problems in which the choice was never tried
             if ratios:
                 costs[choice] = spread(ratios)
         knobs.append(Knob(name, mean, costs))

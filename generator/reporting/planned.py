@@ -1,4 +1,4 @@
-"""What a search would try: problem by problem, or on one page by family."""
+"""The variants that a search would try: problem by problem, or on one page by family."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..figures import figures
 from ..problem import Problem
 from ..searching.pool import Pool
 
-FEW = 3  # problems that are told one by one
-RULES = 5  # that a problem, or a page, is told unless all are asked for
+FEW = 3  # up to so many problems are listed one by one
+RULES = 5  # rules listed for a problem, or for a family on the page, unless all are asked for
 WIDTH = 64  # characters of a rule on the page
 
 
@@ -29,7 +29,7 @@ class Plan:
 
 
 def facts(plan: Plan) -> dict[str, Any]:
-    """For programs."""
+    """The plan for programs."""
     return {
         "name": plan.problem.name,
         "family": plan.problem.family,
@@ -41,7 +41,7 @@ def facts(plan: Plan) -> dict[str, Any]:
 
 
 def lines(plan: Plan, *, details: bool) -> Iterator[str]:
-    """The funnel of a problem, and the rules that rejected most; all of them with ``details``."""
+    """The funnel of a problem, and the rules that rejected most tiles; with ``details`` all rules."""
     pool = plan.pool
     yield f"{plan.problem.name}: {pool.declared} declared -> {len(pool.variants)} legal -> {plan.trials} to measure"
     rules = list(pool.rejected.items())
@@ -74,7 +74,7 @@ def _sums(plans: Sequence[Plan]) -> list[str]:
 
 
 def reasons(plans: Sequence[Plan]) -> Iterator[str]:
-    """The rules that rejected most tiles of each family, whatever their numbers."""
+    """The rules that rejected most tiles of each family; rules that differ only in numbers count as one."""
     for family in dict.fromkeys(plan.problem.family for plan in plans):
         kinds: Counter[str] = Counter()
         for plan in plans:

@@ -1,4 +1,4 @@
-"""The live display of a run: which problem and stage, trial, best so far, failures, funnel, time left; a line a GPU."""
+"""The live display of a run: problem, stage, trial, best so far, failures, funnel and time left; a line for each GPU."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rich.text import Text
 
 from ..searching.search import Progress
 
-WINDOW = 8  # problems that the pace is taken from: what an earlier run measured takes no time, the next may
+WINDOW = 8  # the pace is that of so many last problems: those measured by an earlier run take no time, the next may
 BAR = 24  # characters at most
 REFRESHES = 4  # a second
 
 
 def time_left(elapsed_s: float, done: float, total: int, budget_s: float = math.inf) -> str:
-    """What is left of a run at its pace so far, or of its budget: "3:20"; "?" until there is a pace."""
+    """The time left of a run at its pace so far, or of its budget if that is less: "3:20"; "?" until there is a pace."""
     left_s = budget_s - elapsed_s
     if done > 0:
         left_s = min(left_s, elapsed_s / done * (total - done))
@@ -34,7 +34,7 @@ def time_left(elapsed_s: float, done: float, total: int, budget_s: float = math.
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Words of a line; where the line is too long, the parts of the highest ``rank`` go first."""
+    """Words of a line; if the line is too long, the parts of the highest ``rank`` are dropped first."""
 
     words: str
     rank: int
@@ -42,7 +42,7 @@ class Part:
 
 
 def fit(parts: Sequence[Part], width: int) -> Text:
-    """As many parts as ``width`` columns take, in their order; those of rank 0 stay, and are cut if they must be."""
+    """As many parts as fit in ``width`` columns, in their order; parts of rank 0 stay, and are cut if need be."""
     kept = [part for part in parts if part.words]
     while sum(len(p.words) + 2 for p in kept) - 2 > width and any(p.rank for p in kept):
         kept.remove(max(kept, key=lambda p: p.rank))
@@ -52,7 +52,7 @@ def fit(parts: Sequence[Part], width: int) -> Text:
 
 
 class Display:
-    """What is shown of a run; rich draws it anew a few times a second."""
+    """The live display of a run; rich redraws it a few times a second."""
 
     def __init__(self, total: int, budget_s: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
         self.total, self.budget_s, self.clock = total, budget_s, clock
@@ -62,7 +62,7 @@ class Display:
         self.marks: collections.deque[tuple[float, int]] = collections.deque([(0.0, 0)], maxlen=WINDOW)
 
     def report(self, index: int, progress: Progress, lane: str = "") -> None:
-        """Keep what is new: ``index`` problems of the run are done, and ``lane`` (a GPU) is at ``progress``."""
+        """Note that ``index`` problems of the run are done, and that ``lane`` (a GPU) is at ``progress``."""
         if index > self.done:
             self.done = index
             self.marks.append((self.clock() - self.start, index))

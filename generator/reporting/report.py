@@ -1,4 +1,4 @@
-"""Tables for people: what there is to tune, what was measured, what a search space comes to."""
+"""Tables for people: the problems, the winners, the stages of a run, and the funnel of a search."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..searching.stopwatch import ON_GPU
 
 
 def percent_of_floor(winner: Winner) -> float:
-    """How near a winner is to the time in which a copy moves the same bytes: 100 is as fast as that copy."""
+    """The time of a copy of the same bytes as a percentage of a winner's time: 100 is as fast as that copy."""
     return 100 * winner.floor_us / winner.median_us
 
 
@@ -49,9 +49,9 @@ def winners_table(winners: Iterable[Winner], title: str) -> Table:
 def stages_table(
     seconds: Mapping[str, float], elapsed_s: float, gpus: int = 1, busy_share: float | None = None
 ) -> Table:
-    """Wall time by stage, the longest first, and what no stage accounts for; of several GPUs, their times together.
+    """Wall time by stage, the longest first, then the time of no stage; for several GPUs, the sums of their times.
 
-    ``busy_share`` is the GPU's share of the time since the first trial, where that is known.
+    ``busy_share`` is the GPU's share of the time since the first trial, if it is known.
     """
     whole_s = elapsed_s * gpus
     busy_s = sum(seconds.get(stage, 0.0) for stage in ON_GPU)
@@ -68,7 +68,7 @@ def stages_table(
 
 
 def problem_lines(problems: list[Problem], winners: Iterable[Winner], device: str) -> Iterator[str]:
-    """What ``--list`` shows: each problem, the time that the record of ``device`` has for it, and what it is."""
+    """The lines of ``--list``: each problem, its time in the record of ``device``, and its family, spec and size."""
     times = {(w.family, w.spec, w.size): f"{w.median_us:.2f} us" for w in winners}
     width = max((len(p.name) for p in problems), default=0)
     yield f"{'problem':{width}}  {'on ' + device:>15}  what"
@@ -79,7 +79,7 @@ def problem_lines(problems: list[Problem], winners: Iterable[Winner], device: st
 
 
 def describe(spec: Any) -> str:
-    """A spec's fields as words: texts that it must have, what is so, and other values with their names; none that is its default."""
+    """A spec's fields as words, without defaults: required strings alone, true flags by name, others as name=value."""
     words = []
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)

@@ -1,4 +1,4 @@
-"""Write a winner as one self-contained Triton file: kernels with their numbers as literals, and a function to call."""
+"""Write a winner as one self-contained Triton file: kernels with their constants as literals, and a function to call."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ IMPORTS = "import torch\nimport triton\nimport triton.language as tl\n"
 
 
 def recorded_device(device: str | None, folder: Path | None = None) -> str:
-    """The device if it has a record; without one nvidia_h200, or the first that has.
+    """The device if it has a record; for None nvidia_h200, or the first device that has a record.
 
     Raises:
-        RecordError: there is no such record, or none at all.
+        RecordError: the device has no record, or there are no records.
     """
     devices = recorded_devices(folder)
     if device is None and devices:
@@ -42,17 +42,17 @@ def recorded_device(device: str | None, folder: Path | None = None) -> str:
 
 
 def one_of(device: str, devices: list[str]) -> str | None:
-    """The one device that a name means; None if it means none, or several."""
+    """The one device that a name means; None if it means no device or several."""
     found = named(device, devices)
     return found[0] if len(found) == 1 else None
 
 
 def winner_of(name: str, device: str | None, folder: Path | None = None) -> Winner:
-    """The winner of a problem in the record of a device: nvidia_h200, or the first there is.
+    """The winner of a problem in the record of a device; for None that of nvidia_h200, or the first record.
 
     Raises:
         SelectionError: no problem has this name.
-        RecordError: no record, or no row in it.
+        RecordError: there is no record, or it has no row of this problem.
     """
     problem = problem_named(name, folder)
     device = recorded_device(device, folder)
@@ -63,7 +63,7 @@ def winner_of(name: str, device: str | None, folder: Path | None = None) -> Winn
 
 
 def standalone(winner: Winner) -> str:
-    """The file; it imports torch and triton only, and needs nothing of this project."""
+    """The text of the file; it imports only torch and triton, and nothing of this project."""
     work = WORKLOADS[winner.family]
     call = work.inputs(winner.spec, work.shown_size(winner.size) if work.shown_size else winner.size, "meta", 0)
     steps = work.family.launches(winner.spec, winner.variant, call)
@@ -72,7 +72,7 @@ def standalone(winner: Winner) -> str:
     kernels = "\n\n".join(_literal_kernel(launch) for launch in launches.values())
     last = next(reversed(launches.values()))
     wrapper = work.wrapper(winner, Shown(last, _parameters(last), every[:-1]))
-    # What a record says is text here, whatever stands in it: nothing of one is run.
+    # Strings of a record become text of a docstring here, whatever they contain: none of it is run.
     header = _header(winner).replace("\\", "\\\\").replace('"', '\\"')
     return f'"""{header}"""\n\n{IMPORTS}\n\n{kernels}\n\n{wrapper}'
 
@@ -98,13 +98,13 @@ def _header(winner: Winner) -> str:
 
 
 def _parameters(launch: Launch) -> tuple[str, ...]:
-    """The names of a kernel's parameters without those that are tl.constexpr; each is on a line of its own."""
+    """The names of a kernel's parameters without tl.constexpr ones; in the source each has its own line."""
     signature = structures()[launch.kernel].source.partition(f"def {launch.kernel}(")[2].partition("):")[0]
     return tuple(re.findall(r"^    (\w+),", signature, flags=re.MULTILINE))
 
 
 def _literal_kernel(launch: Launch) -> str:
-    """The kernel's source without its header, each tl.constexpr of its signature with its value."""
+    """The kernel's source without its header; each tl.constexpr of its signature has its value as default."""
     body = structures()[launch.kernel].source.split("import triton.language as tl\n", 1)[1].strip("\n") + "\n"
     start = body.index(f"def {launch.kernel}(")
 

@@ -1,1 +1,1 @@
-"""What tune.py new-family writes: a family that works, its tests, and how to go on."""
+"""The files that tune.py new-family writes: a family that works, its tests, and a README."""

@@ -20,7 +20,7 @@ FILES = {
     "README.md": "README.md",
 }
 TEXTS = Path(__file__).parent
-# What the files use by these names.
+# Names that the files use themselves.
 TAKEN = frozenset(
     (
         "call",
@@ -40,17 +40,17 @@ TAKEN = frozenset(
 
 
 def _is_installed(name: str) -> bool:
-    """Whether ``import name`` finds a module elsewhere than in the current folder, so that a family's file would hide it."""
+    """Whether ``import name`` finds a module outside the current folder, which the family's file would hide."""
     here = {"", os.path.realpath(os.curdir)}
     elsewhere = [entry for entry in sys.path if os.path.realpath(entry or os.curdir) not in here]
     return PathFinder.find_spec(name, elsewhere) is not None
 
 
 def write_family(name: str, folder: Path) -> list[Path]:
-    """Write the files of a new family ``name`` into a folder, which is made if it is not there.
+    """Write the files of a new family ``name`` into a folder, which is created if it does not exist.
 
     Raises:
-        SelectionError: the name is none that a Python module may have, or one of the files is there already.
+        SelectionError: the name is not allowed for a Python module, or is taken, or one of the files exists already.
     """
     if re.fullmatch("[a-z][a-z0-9_]*", name) is None or keyword.iskeyword(name):
         raise SelectionError(

@@ -1,7 +1,8 @@
 """Tune on many GPUs, of this host or of a Ray cluster: a tuner on each, and one driver that alone keeps what they find.
 
-A problem is one task of a tuner, which is a Ray actor with one GPU. Each trial comes back as it is measured. What is lost with a
-node is the trial that was measured there and the one on its way: the problem is given to another GPU with all other trials.
+A tuner is a Ray actor with one GPU, and a problem is one of its tasks. Each trial is sent to the driver as soon as it
+is measured. A lost node loses only the trial that it was measuring and the one on its way: the driver gives the
+problem, with all other trials, to another GPU.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from .run import NO_TIME, Display, Keeper, Orders, Run
 from .search import Outcome, Progress
 from .tuner import MakeTools
 
-MOST_DEATHS = 3  # of tuners, at one problem: it is skipped; or in a row before one was ready: Ray cannot start them
-WHY_CHARACTERS = 160  # of why a tuner died: Ray says much of it
+# So many tuners may die at one problem before it is skipped; or in a row before they are ready: then Ray cannot start
+# them.
+MOST_DEATHS = 3
+WHY_CHARACTERS = 160  # kept of Ray's long text about why a tuner died
 TICK_SECONDS = 1.0  # between looks at which GPUs the cluster has
 ALIKE = {"device_name": "", "driver": "driver ", "torch": "torch ", "triton": "Triton "}
 STREAM = {"num_returns": "streaming", "_generator_backpressure_num_objects": 1}  # each letter waits for the one before
@@ -40,11 +43,11 @@ STREAM = {"num_returns": "streaming", "_generator_backpressure_num_objects": 1} 
 
 @contextlib.contextmanager
 def _noting_ctrl_c(run: Run) -> Iterator[None]:
-    """Let Ctrl-C note that the run was interrupted, besides raising.
+    """Let Ctrl-C note that the run was interrupted, besides raising KeyboardInterrupt.
 
-    Python drops what is raised while an object is released, and Ray releases references all the time.
+    Python drops an exception that is raised while an object is released, and Ray releases references all the time.
     """
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield
         return
 
@@ -68,17 +71,17 @@ class _Seat:
     name: str = "a GPU"
     ready: bool = False
     problem: Problem | None = None
-    following: Problem | None = None  # what it is to get next, and compiles ahead
-    over: str = ""  # why it gets no problem any more
+    following: Problem | None = None  # the problem that it gets next, and compiles ahead
+    over: str = ""  # why it gets no more problems
 
 
 def _kernels(problem: Problem | None) -> tuple[str, Any] | None:
-    """What the problems that run the same kernels have in common."""
+    """A key that problems share if they run the same kernels."""
     return None if problem is None else (problem.family, problem.spec)
 
 
 class Driver:
-    """Gives problems to the GPUs of a Ray that this process is connected to; alone writes journal, record and table."""
+    """Gives problems to the GPUs of the Ray that this process is connected to; it alone writes journal, record and table."""
 
     def __init__(  # noqa: PLR0913 - as ``tune_all``, and where tuners come from
         self,
@@ -93,13 +96,13 @@ class Driver:
         self._make_tools, self._storage, self._tuners = make_tools, storage, tuners
         self._waiting = list(orders.problems)
         self._seats: list[_Seat] = []
-        self._deaths = collections.Counter[str]()  # of tuners, by problem; "" is before one was ready
-        self._environment: dict[str, Any] = {}  # of the first GPU, and what all must have in common with it
+        self._deaths = collections.Counter[str]()  # of tuners, by problem; "" is for those that were not ready yet
+        self._environment: dict[str, Any] = {}  # of the first GPU; the others must be like it
         self._looked = -math.inf
         self._stack = contextlib.ExitStack()
 
     def tune(self) -> None:
-        """Tune all problems; KeyboardInterrupt ends it early, with what was done kept.
+        """Tune all problems; KeyboardInterrupt ends the run early, and what was done is kept.
 
         Raises:
             TuningError: no GPU could be tuned on.
@@ -121,12 +124,12 @@ class Driver:
         return sum(seat.problem is not None for seat in self._seats)
 
     def _fill(self) -> None:
-        """Have a tuner on each GPU that the cluster has by now, if there are problems for it."""
+        """Start a tuner on each GPU that the cluster has by now, as far as there are problems for them."""
         if time.monotonic() - self._looked < TICK_SECONDS:
             return
         self._looked = time.monotonic()
         gpus = int(ray.cluster_resources().get("GPU", 0))
-        over = [seat for seat in self._seats if seat.over]  # they keep their GPUs, which Ray would offer again
+        over = [seat for seat in self._seats if seat.over]  # they keep their GPUs: Ray would offer a released one again
         wanted = len(over) + len(self._waiting) + self._busy()
         while len(self._seats) < min(gpus, wanted):
             actor = self._tuners.one()
@@ -142,14 +145,15 @@ class Driver:
         self._waiting.clear()
 
     def _give(self) -> None:
-        """Give the next problems to those that have none."""
+        """Give the next problems to the seats that have none."""
         if time.monotonic() >= self.orders.end:
             self._skip(NO_TIME)
         tuners = sum(seat.ready for seat in self._seats)
         self.run.gpus = max(self.run.gpus, tuners)
         free = [seat for seat in self._seats if seat.ready and seat.stream is None]
         for seat in free[: len(self._waiting)]:
-            seat.problem = problem = self._next(seat) or self._waiting[0]  # rather another's next than nothing
+            # A problem that another seat was to get next is better than none.
+            seat.problem = problem = self._next(seat) or self._waiting[0]
             self._waiting.remove(problem)
             seat.following = None
             seat.following = self._next(seat)
@@ -159,10 +163,10 @@ class Driver:
             seat.stream = seat.actor.tune.options(**STREAM).remote(work, held)
 
     def _next(self, seat: _Seat) -> Problem | None:
-        """Which waiting problem a seat is to get: what it compiles ahead, or the first of those that no other seat is to get.
+        """The waiting problem that a seat gets next: the one it compiles ahead, else one that no other seat is to get.
 
-        Problems of one spec run the same kernels, and two GPUs at once would both compile them. So a seat rather goes on with
-        its own spec, and takes one of another seat's spec last.
+        Problems of one spec run the same kernels, and two GPUs that tune them at once would both compile these. So a
+        seat prefers problems of its own spec, and takes a problem of another seat's spec last.
         """
         if seat.following in self._waiting:
             return seat.following
@@ -172,7 +176,7 @@ class Driver:
         return min(free, key=lambda p: (_kernels(p) in theirs, _kernels(p) != _kernels(seat.problem)), default=None)
 
     def _listen(self) -> None:
-        """Hear what came, or wait for it a moment."""
+        """Handle the letters that came, or wait a moment for one."""
         streams = {seat.stream: seat for seat in self._seats if seat.stream is not None}
         ready, _ = ray.wait(list(streams), num_returns=len(streams), timeout=0)
         for stream in ready or ray.wait(list(streams), timeout=TICK_SECONDS)[0]:
@@ -227,7 +231,7 @@ class Driver:
         self.display.started(seat.name, environment, compilers)
 
     def _end(self, seat: _Seat, outcome: Outcome | str) -> None:
-        """Note how a seat's problem ended, and give it the next one before this one is kept, which takes a tenth of a second."""
+        """Note how a seat's problem ended; give the seat its next one before keeping this one, which takes 0.1 s."""
         problem, seat.problem, seat.stream = seat.problem, None, None
         assert problem is not None, "only a problem has an end"
         self._keeper.note(problem, outcome)
@@ -236,14 +240,14 @@ class Driver:
         self.display.done(problem, outcome)
 
     def _leave_out(self, seat: _Seat, why: str) -> None:
-        """Give a GPU no more problems; its own goes to another."""
+        """Give a GPU no more problems; the one that it has goes to another GPU."""
         seat.over, seat.ready, seat.stream = why, False, None
         self._looked = -math.inf
         self.display.say(f"{seat.name} is left out: {why}")
         self._again(seat, why)
 
     def _bury(self, seat: _Seat, error: RayError) -> None:
-        """Note that a tuner died; what it worked on goes to another."""
+        """Note that a tuner died; the problem that it worked on goes to another."""
         why = [line.strip() for line in str(error).splitlines() if line.strip()][-1][:WHY_CHARACTERS]
         at = "" if seat.problem is None else f" at {seat.problem.name}, which is tried again"
         self.display.say(f"the tuner of {seat.name} died{at}: {why}")
@@ -256,7 +260,7 @@ class Driver:
         self._again(seat, why)
 
     def _again(self, seat: _Seat, why: str) -> None:
-        """Have the problem of a GPU that was lost tuned by another, unless it was what lost too many."""
+        """Give the problem of a lost GPU to another one, unless too many tuners were lost at it."""
         if (problem := seat.problem) is None:
             return
         self.display.report(self.run.done, Progress(note="lost"), seat.name)

@@ -19,25 +19,25 @@ from ..processes.forkserver import fork_server
 from .remote import RemoteTuner
 
 REACH_SECONDS = 10.0  # for the head of a cluster to answer
-# Of a Ray of this host's own. The memory is the least that Ray takes: nothing large is sent.
+# Options of a Ray that is started on this host. The memory is the least that Ray takes: nothing large is sent.
 HERE = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
-LEFT_OUT = (".git", "benchmarks/results", "docs")  # of the checkout that a cluster's hosts are sent
+LEFT_OUT = (".git", "benchmarks/results", "docs")  # folders of the checkout that the hosts of a cluster are not sent
 
 
 class Tuners:
     """The actors that tune, one a GPU."""
 
     def __init__(self, begin: Callable[[], object] = fork_server) -> None:
-        """``begin`` is what an actor's process begins with: ``RemoteTuner``."""
+        """``begin`` is the first that an actor's process calls: see ``RemoteTuner``."""
         self._begin = begin
         self._made: list[Any] = []
 
     def make(self, count: int) -> None:
-        """Make some before they are asked for."""
+        """Make so many actors before they are asked for."""
         self._made += [self._new() for _ in range(count)]
 
     def one(self) -> Any:
-        """One that nobody has."""
+        """An actor that was not given out yet."""
         return self._made.pop() if self._made else self._new()
 
     def _new(self) -> Any:
@@ -45,30 +45,30 @@ class Tuners:
 
 
 def _tuners_of_this_host() -> Tuners:
-    """Those whose compilers and workers are forked from what this process forks from, which has imported all by then."""
+    """Actors that fork their compilers and workers from this process's fork server, which has imported everything by then."""
     server = fork_server()
     server.prepare()
     return Tuners(functools.partial(fork_server, server.address))
 
 
 def sent() -> dict[str, Any]:
-    """What the hosts of a cluster are sent, since each runs the texts of this one: the checkout, or the package that is installed."""
+    """What the hosts of a cluster are sent, since each runs this host's texts: the checkout, or the installed package."""
     if INSTALLED:
         return {"py_modules": [str(PACKAGE)]}
     return {"working_dir": str(ROOT), "excludes": list(LEFT_OUT)}
 
 
-# Of a Ray that was started before torch was imported: how many GPUs it has, and what tunes there.
+# (number of GPUs, their tuners) of a Ray that was started before torch was imported.
 _ahead: list[tuple[int, Tuners]] = []
 
 
 def start_ahead() -> None:
-    """Start Ray on all GPUs that this host seems to have, if they are several, and a tuner on each; ``connected`` finds them."""
+    """Start Ray, and a tuner on each GPU, if this host seems to have several GPUs; ``connected`` takes them over."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = visible.split(",") if visible else list(Path("/dev").glob("nvidia[0-9]*"))
     if len(seen) <= 1:
         return
-    with contextlib.suppress(TuningError, OSError):  # the command meets it again, and says so
+    with contextlib.suppress(TuningError, OSError):  # the command will meet the same error, and report it
         _init("on this host", "local", **HERE)
         count = int(ray.cluster_resources().get("GPU", 0))
         tuners = _tuners_of_this_host()
@@ -78,7 +78,7 @@ def start_ahead() -> None:
 
 @contextlib.contextmanager
 def connected(address: str | None, gpus: list[int]) -> Iterator[Tuners]:
-    """Ray for the length of a block: the cluster at an address, or one of this host's own with these of its GPUs.
+    """Connect to Ray for the length of a block: to the cluster at an address, or to a new one on these GPUs of this host.
 
     Raises:
         TuningError: there is no such cluster, or it is of another version.
@@ -89,7 +89,7 @@ def connected(address: str | None, gpus: list[int]) -> Iterator[Tuners]:
             _reach(address)
             _init(f"at {address}", address, runtime_env=sent())
         elif count != len(gpus):
-            ray.shutdown()  # of other GPUs
+            ray.shutdown()  # the Ray that was started ahead has other GPUs
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             names = visible.split(",") if visible else [str(i) for i in range(max(gpus) + 1)]
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in gpus)  # Ray gives these to its tuners
@@ -102,10 +102,10 @@ def connected(address: str | None, gpus: list[int]) -> Iterator[Tuners]:
 
 def _init(where: str, address: str, **options: Any) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Else it starts a process for each core ahead, which a tuner on each GPU does not need: 2 s of 12.
+    # Else Ray starts a process for each core ahead, which tuners do not need: 2 s of 12.
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # else what measures gives way to whatever runs beside it
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else the measuring process yields to others on the host
     ray._private.worker.print_to_stdstream = lambda *_, **__: None  # noqa: SLF001 - a raylet's log, which Ray prints when a node dies
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
@@ -117,10 +117,10 @@ def _init(where: str, address: str, **options: Any) -> None:
 
 
 def _reach(address: str) -> None:
-    """See that an address is one, and that something answers there: Ray itself would try for minutes, and say nothing.
+    """Check that an address has the form HOST:PORT and that something answers there: Ray would try for minutes, silently.
 
     Raises:
-        TuningError: it is not, or nothing does.
+        TuningError: it has another form, or nothing answers.
     """
     if address == "auto":
         return

@@ -1,4 +1,4 @@
-"""The legal pool of a problem, declared choices minus what a rule rejects; and what of it to try first, the winners of problems like it."""
+"""The legal pool of a problem (the declared variants that no rule rejects), and its seeds: winners of similar problems."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Pool:
 
 @functools.lru_cache(maxsize=32)
 def legal_pool(problem: Problem, capability: int, multiprocessors: int | None = None) -> Pool:
-    """Every legal variant of a problem on a compute capability (90 is 9.0) and so many multiprocessors, if it is known.
+    """Every legal variant of a problem on a compute capability (90 is 9.0) with so many multiprocessors, if known.
 
-    Two steps, since the whole product has hundreds of thousands: first the knobs that a tile's size depends on, with
-    the others at their defaults, then all the others for each tile that is left.
+    The whole product of the choices has hundreds of thousands of variants, so there are two steps: first the knobs that
+    a tile's size depends on, with the others at their defaults, then all the others for each tile that is legal.
     """
     family = WORKLOADS[problem.family].family
     declared = choices(family.variant_type)
@@ -55,7 +55,7 @@ def legal_pool(problem: Problem, capability: int, multiprocessors: int | None = 
         others = (dict(zip(rest, values, strict=True)) for values in itertools.product(*rest.values()))
         made = (family.variant_type(**chosen, **other) for other in others)
         variants += [v for v in made if family.rejection(problem.spec, problem.size, v, *here) is None]
-    if OWN:  # no kernel can be added to what is installed
+    if OWN:  # no kernel can be added to an installed package
         variants = [v for v in variants if ships(family, problem.spec, v)]
     rejected: collections.Counter[str] = collections.Counter()
     for reason, tiles in reasons.items():
@@ -64,9 +64,10 @@ def legal_pool(problem: Problem, capability: int, multiprocessors: int | None = 
 
 
 def _made_to_be_looked_at(variant_type: Any) -> Callable[[dict[str, Any]], Any]:
-    """Makes a variant of some knobs, with the others at their defaults, for a rule to look at and nobody to keep.
+    """A function that makes a variant of some knobs, with the others at their defaults, only for a rule to look at.
 
-    A frozen dataclass's constructor takes longer than most rules. The class has each field's default, unless it has slots.
+    A frozen dataclass's constructor takes longer than most rules, so it is skipped: unset fields are read from the
+    class, which has each field's default, unless it has slots.
     """
     if hasattr(variant_type, "__slots__") or hasattr(variant_type, "__post_init__"):
         return lambda chosen: variant_type(**chosen)
@@ -80,16 +81,16 @@ def _made_to_be_looked_at(variant_type: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 MAX_SEEDS = 8
-MEASURED_WHOLE = 3  # seeds among them that led a landscape of the very problem, where one was recorded
+MEASURED_WHOLE = 3  # of these, the best variants of a landscape of this very problem, if one was recorded
 
 
 def same_problem(one: Problem | Winner, other: Problem | Winner) -> bool:
-    """Whether both are the same problem, or winners of it, whatever either is called."""
+    """Whether both are the same problem, or winners of the same problem, whatever their names."""
     return (one.family, one.spec, one.size) == (other.family, other.spec, other.size)
 
 
 def incumbent_of(problem: Problem, winners: Iterable[Winner]) -> Any:
-    """The variant that the record names for this very problem, if its kernels are as they were measured; or None."""
+    """The variant that the record names for this very problem; None if there is none or its kernels changed since."""
     return next((w.variant for w in winners if same_problem(w, problem) and fresh(w.digests)), None)
 
 
@@ -117,7 +118,7 @@ def seeds_for(
 
 @functools.cache
 def _leaders() -> dict[Problem, list[Any]]:
-    """Problem -> the best variants of its landscape. Hints, whatever the device: what cannot be read gives none."""
+    """Problem -> the best variants of its landscapes, on any device. They are hints: an unreadable landscape is skipped."""
     found: dict[Problem, list[Any]] = {}
     for folder in sorted(LANDSCAPES.glob("*/")):
         with contextlib.suppress(LandscapeError):

@@ -1,6 +1,7 @@
-"""The Ray actor with one GPU, in a process that starts two imports of torch and Triton at one time.
+"""The Ray actor with one GPU. Its fork server and its search import torch and Triton at the same time.
 
-What forks its worker and its compilers imports them, and so does the search: seconds each. Nothing here imports either.
+The fork server, from which worker and compilers are forked, takes seconds to import them, and so does the search in
+this process. This module imports neither torch nor Triton, so that both can start at once.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class RemoteTuner:
-    """A Tuner that is not imported before the process that forks is on its way."""
+    """A Tuner whose module is imported only after the fork server was started."""
 
     def __init__(self, begin: Callable[[], object]) -> None:
-        """``begin`` finds or starts what forks, before this process imports the search."""
+        """``begin`` finds or starts the fork server, before this process imports the search."""
         begin()
         from .tuner import Tuner  # noqa: PLC0415 - takes seconds, see above
 

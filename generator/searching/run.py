@@ -27,16 +27,16 @@ from .pool import incumbent_of, legal_pool, same_problem, seeds_for
 from .search import Outcome, Progress, opening, tune
 from .stopwatch import Stopwatch
 
-# What to measure of a problem on a compute capability with so many multiprocessors, in place of a search.
+# (problem, compute capability, multiprocessors) -> the variants to measure in place of a search.
 Candidates = Callable[[Problem, int, int], list[Any]]
-LEAST_SHARE_S = 10.0  # of a budget, for one problem: less, and starting the compilers leaves the first with one trial
-RENDER_SECONDS = 120.0  # at least, between two renderings of the committed files: 1 to 2 s, in which every GPU waits
+LEAST_SHARE_S = 10.0  # of a budget, for one problem: with less, starting the compilers leaves the first with one trial
+RENDER_SECONDS = 120.0  # at least, between two renderings of the committed files: each takes 1 to 2 s; every GPU waits
 RESERVE = 0.9  # share of the free memory that a problem may take: the allocator's blocks are not exact
 NO_TIME = "the time budget was used up before it"
 
 
 def trouble(error: BaseException) -> str | None:
-    """The sentence for what a tuner may meet in its GPU, its storage or its disk; None if it is a defect."""
+    """The sentence for a trouble that a tuner may have with its GPU, its storage or its disk; None if it is a defect."""
     if isinstance(error, TuningError | StorageError | WorkerLostError):
         return str(error)
     if lost_storage(error):
@@ -46,14 +46,14 @@ def trouble(error: BaseException) -> str | None:
 
 @dataclasses.dataclass
 class Run:
-    """What a run has done so far; filled while it goes, so that an interrupt loses none of it."""
+    """What a run has done so far. It is filled as the run goes, so that an interrupt loses none of it."""
 
     problems: list[Problem]
     outcomes: dict[str, Outcome] = dataclasses.field(default_factory=dict)
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)  # problem -> why
     record: Path | None = None
     interrupted: bool = False
-    gpus: int = 1  # that measured
+    gpus: int = 1  # how many measured
     stopwatch: Stopwatch = dataclasses.field(default_factory=Stopwatch)  # of all GPUs together
 
     @property
@@ -78,12 +78,12 @@ class Tools:
 
 
 def nothing(*_: object) -> None:
-    """What follows a winner where nothing is generated from the record."""
+    """Do nothing: the default where nothing is displayed or generated from the record."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Display:
-    """Whom a run tells what."""
+    """The callbacks by which a run tells what it does."""
 
     started: Callable[[str, dict[str, Any], int], None] = nothing  # a GPU, what it measures with, its compilers
     report: Callable[..., None] = (
@@ -105,16 +105,16 @@ class Orders:
     end: float = math.inf  # time.monotonic()
     folder: Path | None = None  # of the record, if it is not the package's
     candidates: Candidates | None = None  # measure these, and search nothing
-    write_table: Callable[[str], object] = nothing  # of a device, after each winner
-    render: Callable[[], object] = nothing  # whatever the record names, now and then and at the end
+    write_table: Callable[[str], object] = nothing  # writes the table of a device, after each winner
+    render: Callable[[], object] = nothing  # renders the files that the record names, now and then and at the end
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One problem to tune, with all that is to be known for it."""
+    """One problem to tune, with all that tuning it needs to know."""
 
     problem: Problem
-    following: Problem | None  # whose beginning is compiled while the compilers have nothing else to do
+    following: Problem | None  # the next one: its first variants are compiled when the compilers are idle
     trials: int
     candidates: Candidates | None
     seconds: float
@@ -127,18 +127,18 @@ class Keeper:
     def __init__(self, run: Run, orders: Orders, device: str) -> None:
         self._run, self._orders = run, orders
         self._known = read_record(device, orders.folder)
-        self._noted: list[Winner] = []  # and not kept yet
+        self._noted: list[Winner] = []  # noted and not kept yet
         self._rendered = time.monotonic()
         self._changed = False
 
     def work(self, problem: Problem, following: Problem | None, share: float) -> Work:
-        """What is to be done for a problem, in a share of the time that is left, and at least in LEAST_SHARE_S."""
+        """The work for a problem: it gets a share of the time that is left, and at least LEAST_SHARE_S of it."""
         orders, left_s = self._orders, self._orders.end - time.monotonic()
         seconds = max(left_s * share, min(left_s, LEAST_SHARE_S))
         return Work(problem, following, orders.trials, orders.candidates, seconds, self._known)
 
     def note(self, problem: Problem, outcome: Outcome | str) -> None:
-        """Note how a problem ended: its outcome, whose winner the next problems begin with, or why there is none."""
+        """Note the outcome of a problem, or why there is none. The next problems may begin with its winner."""
         if isinstance(outcome, str):
             self._run.skipped[problem.name] = outcome
             return
@@ -174,8 +174,8 @@ class Keeper:
 def tune_all(run: Run, tools: Tools, orders: Orders, display: Display = SILENT) -> None:
     """Tune every problem of ``orders``; a winner goes into the record, and the table, before the next problem starts.
 
-    The time that is left is divided evenly over the problems that are left, at least LEAST_SHARE_S each.
-    KeyboardInterrupt ends it early, with what was done kept.
+    The remaining time is divided evenly over the remaining problems, at least LEAST_SHARE_S each. KeyboardInterrupt
+    ends the run early; what was done is kept.
     """
     keeper = Keeper(run, orders, tools.environment["device"])
     left, over = list(orders.problems), ""
@@ -190,7 +190,7 @@ def tune_all(run: Run, tools: Tools, orders: Orders, display: Display = SILENT) 
             work = keeper.work(problem, left[0] if left else None, 1 / (1 + len(left)))
             try:
                 outcome = tuned(work, tools, run.stopwatch, functools.partial(display.report, run.done))
-            except WorkerGoneError as error:  # what is left is for another day
+            except WorkerGoneError as error:  # the remaining problems are skipped
                 outcome = over = f"the GPU is lost: {error}"
             keeper.note(problem, outcome)
             keeper.keep()
@@ -213,8 +213,8 @@ def tuned(work: Work, tools: Tools, stopwatch: Stopwatch, report: Callable[[Prog
 
     def watch(progress: Progress) -> None:
         nonlocal following
-        # The compiler's processes are idle towards the end of a problem, and of a quick one from the start: give them
-        # what the next one begins with.
+        # The compilers are idle towards the end of a problem, and in a quick run from the start: let them compile the
+        # first variants of the next problem.
         if following is not None and (work.candidates or progress.trial >= progress.trials * 0.6):
             ahead, following = following, None
             for variant in _first_of(ahead, work, *here):
@@ -249,7 +249,7 @@ def tuned(work: Work, tools: Tools, stopwatch: Stopwatch, report: Callable[[Prog
 
 
 def _first_of(problem: Problem, work: Work, capability: int, multiprocessors: int) -> list[Any]:
-    """The variants that tuning a problem begins with."""
+    """The variants that the tuning of a problem begins with."""
     if work.candidates is not None:
         return work.candidates(problem, capability, multiprocessors)
     seeds = seeds_for(problem, work.known, capability, multiprocessors)
@@ -276,7 +276,7 @@ def _no_room(problem: Problem, worker: Worker) -> str | None:
 
 
 def _marked_quick(outcome: Outcome, known: list[Winner]) -> Outcome:
-    """The outcome, its winner marked as found among a few candidates, unless the problem has a row of a whole search."""
+    """Mark an outcome's winner as found among a few candidates, unless the problem has a row of a whole search."""
     winner = outcome.winner
     if any(same_problem(w, winner) and fresh(w.digests) and w.environment.get("search") != QUICK for w in known):
         return outcome

@@ -1,4 +1,4 @@
-"""An Optuna sampler over a legal pool: no trial is illegal, and none is seen twice."""
+"""An Optuna sampler over a legal pool: it proposes no illegal variant, and none twice."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ import numpy as np
 import optuna
 
 BATCH = 8  # proposals made at once from one model: their order is that of expected improvement
-STARTUP = 16  # trials before the model speaks: what is proposed first, and random variants
+STARTUP = 16  # trials before the model proposes any: those of propose_next, and random variants
 LEAST_RESULTS = 8  # results that a model needs
-FITS = 12  # length scales and noises tried a batch; the likeliest is kept and is where the next batch starts
+FITS = 12  # length scales and noises tried for each batch; the likeliest are kept, and the next batch starts from them
 ADDITIVE = 0.3  # share of a kernel that sums over knobs, beside their product: most knobs act on their own
-WARP = 0.03  # the model sees log(time / best - 1 + WARP): it resolves 3 percent and cares little how bad the bad are
+WARP = 0.03  # the model sees log(time / best - 1 + WARP): it resolves 3 percent and hardly tells slow variants apart
 
 
 class PoolSampler(optuna.samplers.BaseSampler):
     """Bayesian optimisation over a pool: a Gaussian process on the knobs, expected improvement, batches of BATCH.
 
     Chosen by replay on exhaustive landscapes (``python tune.py replay``) against random search and Optuna's own TPE and
-    Gaussian process, which propose what is illegal or seen: docs/decisions/0008-*.md has the figures. Kernel: Matérn 3/2 on the
-    places of ordered choices, exchangeable on others; 0.7 of the product over knobs and 0.3 of their mean (after additive
-    Gaussian processes, Duvenaud et al. 2011). Length scales and noise by marginal likelihood over random candidates.
-    Trials that were asked and not told count as if they had the mean that the model gives them (kriging believer,
-    Ginsbourger et al. 2010), so proposals can be compiled ahead. The same results, the same proposals.
+    Gaussian process, which also propose illegal variants and seen ones: docs/decisions/0008-*.md has the figures. The
+    kernel is Matérn 3/2 on the places of ordered choices and exchangeable on others; 0.7 of the product over knobs and
+    0.3 of their mean (after additive Gaussian processes, Duvenaud et al. 2011). Length scales and noise are chosen by
+    marginal likelihood among random candidates. Trials that were asked and not told count as if they had the mean that
+    the model gives them (kriging believer, Ginsbourger et al. 2010), so proposals can be compiled ahead. The same
+    results give the same proposals.
     """
 
     def __init__(
@@ -36,9 +37,9 @@ class PoolSampler(optuna.samplers.BaseSampler):
         seed: int,
         features: Sequence[Sequence[int]] = (),
     ) -> None:
-        """``pool`` holds one value for each of ``knobs``; ``features``, if any, more ordered levels a variant.
+        """``seed`` fixes the order of proposals.
 
-        ``seed`` fixes the order of proposals.
+        Each variant of ``pool`` has a value for each of ``knobs``. ``features``, if any, gives it more ordered levels.
         """
         self._knobs, self._pool = knobs, pool
         rows = np.array([[knobs[name].index(row[name]) for name in knobs] for row in pool], dtype=np.intp)
@@ -46,7 +47,8 @@ class PoolSampler(optuna.samplers.BaseSampler):
         extra = np.array([list(f) for f in features], dtype=np.intp).reshape(len(pool), -1)
         levels = np.concatenate((rows, extra - extra.min(0, initial=0)), axis=1).T  # [dimensions, pool]
         ordered = [all(type(v) in (int, float) for v in values) for values in knobs.values()]
-        # A knob that is the same in all of a pool, as one of other calls of a family, would only dilute the kernel's mean.
+        # A knob that is the same in the whole pool, such as one for other calls of the family, only dilutes the
+        # kernel's mean.
         told = [bool(np.ptp(places)) for places in levels] if any(map(np.ptp, levels)) else [True] * len(levels)
         self._levels = levels[told]
         self._ordered = [
@@ -63,7 +65,7 @@ class PoolSampler(optuna.samplers.BaseSampler):
 
     @property
     def left(self) -> int:
-        """How many variants no trial has had or is promised."""
+        """How many variants are neither tried nor promised to a trial."""
         return int(self._unseen.sum())
 
     @property
@@ -72,9 +74,9 @@ class PoolSampler(optuna.samplers.BaseSampler):
         return len(self._next)
 
     def propose_next(self, row: dict[str, Any]) -> None:
-        """Let the next trial that is not promised have this variant of the pool, if no trial has had it.
+        """Promise this variant of the pool to the next trial without one, if the variant is neither tried nor promised.
 
-        Not study.enqueue_trial: that would be a trial of another kind, in the storage.
+        study.enqueue_trial would put a trial of another kind into the storage.
         """
         place = self._index[tuple(self._knobs[name].index(row[name]) for name in self._knobs)]
         if self._unseen[place]:
@@ -97,7 +99,7 @@ class PoolSampler(optuna.samplers.BaseSampler):
         trial: optuna.trial.FrozenTrial,
         search_space: dict[str, optuna.distributions.BaseDistribution],
     ) -> dict[str, Any]:
-        """A promised variant, or the first of a new batch. Values of the study are logarithms of times."""
+        """A promised variant, or the first of a new batch. The study's values are logarithms of times."""
         del search_space
         if not self._next:
             if not self.left:
@@ -159,7 +161,7 @@ class PoolSampler(optuna.samplers.BaseSampler):
             pick = int(np.argmax(np.where(alive, _expected_improvement(best - mean, np.sqrt(variance)), -1.0)))
             alive[pick] = False
             picks.append(int(rest[pick]))
-            # Measured, it would take away from the variance of its like.
+            # Once measured, the pick would lower the variance of similar variants.
             covariance = self._kernel(tables, rest, rest[[pick]])[:, 0] - half.T @ half[:, pick]
             shared = covariance / math.sqrt(variance[pick] + noise)
             variance = np.maximum(variance - shared**2, 1e-9)
@@ -167,7 +169,7 @@ class PoolSampler(optuna.samplers.BaseSampler):
         return picks
 
     def _fit(self, seen: np.ndarray, target: np.ndarray) -> list[np.ndarray]:
-        """Keep the likeliest of some length scales and noises; returns the kernel's table of each dimension."""
+        """Keep the likeliest of FITS length scales and noises; returns the kernel's table of each dimension."""
         best: tuple[float, Any, float, Any] | None = None
         for attempt in range(FITS):
             scales, noise = self._scales, self._noise

@@ -1,8 +1,8 @@
 """Search one problem on one GPU: propose, compile, measure, compare the best again, name the winner.
 
-A search is a function of its arguments and of the times that it is given: proposals depend on nothing else. What an
-earlier run measured is served from the journal in place of a measurement, so a run that was broken off is repeated up to
-where it ended, in no time, and goes on as if it had not been.
+A search is a function of its arguments and of the measured times: proposals depend on nothing else. A variant that an
+earlier run measured is read from the journal and not measured again. So a run that was interrupted replays its trials
+in no time, up to where it ended, and goes on as if it had not been.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ from .stopwatch import Stopwatch
 
 EXHAUSTIVE = 300  # a pool up to this size is measured whole: at 15 ms a variant, under 5 s
 FINALISTS = 6  # measured again, interleaved: re-measuring a handful is the cheapest cure for the winner's curse
-FEW = 2  # of candidates that are a handful themselves
-# A new winner must beat the incumbent by more; inside it the simpler wins, which also serves others best. By so much two runs
-# differ; where the rounds of the two that are compared differ by more, it is that.
+FEW = 2  # finalists, where the candidates are a handful themselves
+# A new winner must beat the incumbent by more than the noise. Among variants within the noise the simpler wins, which
+# also serves other problems best. Two runs differ by NOISE; where the rounds of two compared variants differ by more,
+# that counts.
 NOISE = 0.01
-MOST_NOISE = 0.05  # for being simpler: what is unsteady is not taken for it, however far its rounds are apart
-# Proposals that are compiled while those before are measured. A compilation takes 0.2 to 0.5 s and a measurement 17 ms, so
-# fewer leave the GPU waiting; more are proposed from results too old: with three batches two tunings of one problem
-# end up to 1.8 percent apart, with two 1.4.
+MOST_NOISE = 0.05  # the most within which a simpler variant wins, however far its own rounds spread
+# Proposals that are compiled while earlier ones are measured. A compilation takes 0.2 to 0.5 s and a measurement 17 ms,
+# so with fewer the GPU waits. With more, proposals rest on results that are too old: with three batches two tunings of
+# one problem end up to 1.8 percent apart, with two 1.4.
 AHEAD = 2 * BATCH
-MOST_AGAIN = 16  # variants a search that are tried again: should all of them hang, that takes minutes
+MOST_AGAIN = 16  # failed variants that a search tries again: if all of them hang, that takes minutes
 SEED = 0
 TRIALS = 96  # a problem
 
@@ -62,7 +63,7 @@ class Progress:
     floor_us: float = 0.0
     failed: int = 0
     note: str = ""
-    funnel: str = ""  # what the pool came from
+    funnel: str = ""  # how many variants are declared, and how many of them legal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +71,13 @@ class Outcome:
     """How the search of one problem ended."""
 
     winner: Winner
-    measured: int  # right and timed, earlier runs included
+    measured: int  # variants that were right and timed, earlier runs included
     failed: dict[str, str]  # a failed variant's knobs -> the reason
-    pool: int  # legal
+    pool: int  # legal variants
     declared: int
-    remembered: int  # taken from the journal instead of measured again
-    same: int = 0  # not measured: another variant's machine code on the same grid
-    passing: int = 0  # of the failures, those that may pass: the next run tries them again
+    remembered: int  # variants taken from the journal instead of measured again
+    same: int = 0  # variants not measured: another variant has the same machine code on the same grid
+    passing: int = 0  # failures that may pass: the next run tries them again
 
 
 def tune(  # noqa: PLR0913 - the parts are independent of each other
@@ -98,10 +99,10 @@ def tune(  # noqa: PLR0913 - the parts are independent of each other
 ) -> Outcome:
     """The winner of a problem, after at most ``trials`` measurements or at ``deadline`` (time.monotonic).
 
-    ``seeds`` are tried first, after the default and the ``incumbent``: winners of problems like this one. With
-    ``candidates`` these are measured instead, and nothing is searched. A problem whose search ended before under the
-    same settings, and whose incumbent is what it found, is not searched again. ``space`` is that of the problem's family,
-    unless it is of none.
+    ``seeds``, the winners of similar problems, are tried first, after the default and the ``incumbent``. If
+    ``candidates`` are given, they are measured in place of seeds, and nothing is searched. If an earlier search ended
+    under the same settings, and the incumbent is its winner, the problem is not searched again. ``space`` is by default
+    that of the problem's family; a problem of no family needs one.
 
     Raises:
         WorkerLostError: the GPU could not be brought to measure even the default variant.
@@ -130,7 +131,7 @@ def opening(
     incumbent: Any = None,
     multiprocessors: int | None = None,
 ) -> list[Any]:
-    """The variants that a search with these arguments asks for before it knows any time: to compile them early."""
+    """The variants that a search with these arguments asks for before it knows any time; they can be compiled early."""
     space = space_of(problem, capability, multiprocessors)
     sampler, legal = _sampler(space, SEED), frozenset(space.pool.variants)
     for variant in _first(space.default, seeds, incumbent):
@@ -143,8 +144,8 @@ def opening(
 def propose(study: optuna.Study, variant_type: type) -> tuple[optuna.Trial, Any]:
     """The next trial of a study with a PoolSampler, and its variant.
 
-    The variant is read whole from the sampler's proposal: to suggest it knob by knob takes three times as long, and only
-    fills in parameters of this study, which lives as long as the search. The journal has them.
+    The variant is read whole from the sampler's proposal. Suggesting it knob by knob would take three times as long,
+    and would only fill in the parameters of this study, which ends with the search. The journal keeps them.
     """
     trial = study.ask()
     return trial, variant_type(**trial.relative_params)
@@ -188,8 +189,8 @@ class _Search:
         self.times: dict[Any, float] = {}
         self.errors: dict[Any, float] = {}
         self.failed: dict[Any, str] = {}
-        self.failures: collections.Counter[Any] = collections.Counter()  # of variants, in earlier runs too
-        self.codes: dict[Any, Result] = {}  # machine code and grid -> what the first variant of it came to
+        self.failures: collections.Counter[Any] = collections.Counter()  # variant -> failures, in earlier runs too
+        self.codes: dict[Any, Result] = {}  # machine code and grid -> the result of the first variant with them
         self.known: dict[Any, Result] = {}
         self.progress = Progress(
             problem=problem.name, funnel=f"{self.pool.declared:,} declared, {len(self.pool.variants):,} legal"
@@ -199,10 +200,10 @@ class _Search:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.study = optuna.create_study(sampler=self.sampler)
         self.remembered = self.same = 0
-        self.lost = False  # the worker
+        self.lost = False  # whether the worker was lost
 
     def settings(self, trials: int, candidates: list[Any] | None) -> str:
-        """What decides how a search ends, besides times: its length, its pool, and the texts that it may launch."""
+        """What decides how a search ends, besides times: its length, its pool, and the texts of the kernels in it."""
         texts: dict[str, str] = {}
         for variant in self.pool.variants:
             texts |= self.digests(variant)
@@ -210,13 +211,13 @@ class _Search:
         return json.dumps([trials, None if candidates is None else repr(candidates), pool, sorted(texts.items())])
 
     def ended_before(self, settings: str, incumbent: Any) -> Outcome | None:
-        """The outcome of an earlier run with these settings, unless the record names another variant since."""
+        """The outcome of an earlier run with these settings; None if the record has named another variant since."""
         kept = self.journal.finished(self.problem, self.environment, settings)
         if kept is None:
             return None
         try:
             winner = winner_from_json(kept["winner"], "the journal's winner")
-        except (RecordError, KeyError, TypeError):  # of an older version
+        except (RecordError, KeyError, TypeError):  # an older version wrote it
             return None
         if not same_problem(winner, self.problem) or (incumbent is not None and incumbent != winner.variant):
             return None
@@ -257,7 +258,7 @@ class _Search:
         asked = told = len(self.times) + len(self.failed)
         while True:
             while asked < goal and len(waiting) <= AHEAD and self._has_time(told):
-                # A model of too few results proposes nothing worth compiling: measure first.
+                # A model fitted to too few results proposes nothing worth compiling: measure first.
                 if not self.sampler.promised and waiting and told < LEAST_RESULTS <= asked:
                     break
                 waiting += self._ask(min(BATCH, goal - asked))
@@ -270,7 +271,7 @@ class _Search:
             told += 1
 
     def _has_time(self, told: int) -> bool:
-        return not told or time.monotonic() <= self.deadline  # one at least, which is the default
+        return not told or time.monotonic() <= self.deadline  # at least one variant is measured: the default
 
     def _ask(self, count: int) -> list[tuple[optuna.Trial, Any, Any]]:
         with self.stopwatch.time("search"):
@@ -288,7 +289,7 @@ class _Search:
             result = self._tried(variant, compiled)
         if isinstance(result, str):
             self.failed[variant] = result
-            # Not FAIL: samplers ignore failed trials and propose the like again.
+            # Not FAIL: samplers ignore failed trials and propose similar variants again.
             value = math.log(2 * max(self.times.values(), default=1e6))
         else:
             self.times[variant], self.errors[variant] = result
@@ -298,7 +299,7 @@ class _Search:
         self._tell("")
 
     def _tried(self, variant: Any, compiled: concurrent.futures.Future[Any]) -> Result:
-        """The result of a variant, which is kept."""
+        """Get the result of a variant, and keep it in the journal."""
         result = self._result(variant, compiled)
         self.failures[variant] += isinstance(result, str)
         with self.stopwatch.time("journal"):
@@ -306,16 +307,16 @@ class _Search:
         return result
 
     def passing(self) -> list[Any]:
-        """The variants whose failure is no fact yet."""
+        """The variants that have not failed often enough for that to be a fact about them."""
         return [v for v, why in self.failed.items() if self.failures[v] < times_to_be_a_fact(why)]
 
     def try_again(self) -> None:
-        """Try once more what failed by what may pass, each alone: after all others, when the machine may be quieter."""
+        """Try again, one by one, the variants whose failure may pass: at the end, when the machine may be quieter."""
         for variant in self.passing()[:MOST_AGAIN]:
             if time.monotonic() > self.deadline:
                 return
             self._tell("trying again what may have failed for lack of time or room")
-            self.lost |= self.failed[variant].startswith(LOST_WORKER)  # in a process that has tried nothing else
+            self.lost |= self.failed[variant].startswith(LOST_WORKER)  # try it in a process that has tried nothing else
             result = self._tried(variant, self._compile(variant))
             if isinstance(result, str):
                 self.failed[variant] = result
@@ -329,7 +330,7 @@ class _Search:
         reason = hopeless(needs, self.environment["capability"])
         if isinstance(needs, str) or reason is not None:
             return reason or str(needs)
-        # Equal for variants that run the same machine code on the same grid as often, so take the same time.
+        # Variants of equal code launch the same machine code on the same grid equally often, so take the same time.
         code = tuple((need.machine_code, need.programs, need.launches) for need in needs)
         if code in self.codes:
             self.same += 1
@@ -347,7 +348,7 @@ class _Search:
         except TrialFailedError as error:
             return str(error)
         except WorkerLostError as error:
-            self.lost = True  # another is started once it is kept what this one was lost by
+            self.lost = True  # the next one starts only after the journal has why this one was lost
             return f"{LOST_WORKER}{error}"
         self.stopwatch.move(measured.check_s, "measure", "check")
         return measured.timing.median_us, measured.error
@@ -360,7 +361,8 @@ class _Search:
         self._tell("comparing the best")
         ranked = sorted(self.times, key=self.times.__getitem__)
         best = ranked[:finalists]
-        if any(map(dependent, best)):  # trials are timed behind their like, which is better for these than for others
+        # A trial is timed behind launches of itself, which favours dependent launches: add variants without them.
+        if any(map(dependent, best)):
             best += [v for v in ranked if not dependent(v)][:FEW]
         last = dict.fromkeys([*best, *(v for v in (incumbent, default) if v in self.times)])
         compared = self._compare(list(last))
@@ -393,21 +395,22 @@ class _Search:
         )
         failed = {str(dataclasses.asdict(v)): reason for v, reason in self.failed.items()}
         passing = len(self.passing())
-        if time.monotonic() <= self.deadline and not passing:  # what was cut short, or may pass, is not the end of it
+        # A search that was cut short, or whose failures may pass, has not ended.
+        if time.monotonic() <= self.deadline and not passing:
             kept = {"winner": dataclasses.asdict(winner), "failed": failed}
             self.journal.finish(self.problem, self.environment, settings, kept)
         pool = len(self.pool.variants)
         return Outcome(winner, len(self.times), failed, pool, self.pool.declared, self.remembered, self.same, passing)
 
     def _revive(self) -> None:
-        """Have a worker with the problem staged, if the one before was lost."""
+        """If the worker was lost, start another and stage the problem there."""
         if self.lost:
             self.worker.start()
             self._stage()
             self.lost = False
 
     def _fail(self, variant: Any, why: str) -> None:
-        """Keep that a variant which had been measured has failed since."""
+        """Note, also in the journal, that a variant which had been measured has failed since."""
         del self.times[variant], self.errors[variant]
         self.failed[variant] = why
         self.failures[variant] += 1
@@ -415,7 +418,7 @@ class _Search:
             self.journal.add(self.problem, self.environment, variant, why, self.digests(variant))
 
     def _compare(self, finalists: list[Any]) -> dict[Any, Compared]:
-        """Of all together; or, where one of them breaks that, of those that can be timed alone, and the others have failed."""
+        """Time the finalists together, twice at most; if one of them breaks that, time each alone and note which fail."""
         timings: dict[Any, Compared] = {}
         why = ""
         for number, together in enumerate((finalists, finalists, *([v] for v in finalists))):
@@ -427,7 +430,7 @@ class _Search:
                     timings |= zip(together, self.worker.compare(together), strict=True)
             except TrialFailedError as error:
                 why = str(error)
-                if number > 1:  # of this one alone
+                if number > 1:  # it was timed alone
                     self._fail(together[0], why)
             except WorkerLostError as error:
                 why, self.lost = str(error), True
@@ -442,8 +445,8 @@ NO_MORE: Mapping[Any, float] = {}
 def choose(times: dict[Any, float], incumbent: Any, noise: Mapping[Any, float] = NO_MORE) -> Any:
     """The winner among variants timed together.
 
-    The incumbent, unless another beats it by more than the noise; else the simplest of those within the noise of the best.
-    ``noise`` is what was seen of a variant beside the best, where that is more than NOISE.
+    The incumbent stays unless another beats it by more than the noise. Otherwise the simplest variant within the noise
+    of the best wins. ``noise`` says how far the ratio of a variant to the best spread; it counts if it exceeds NOISE.
     """
     best = min(times.values())
     apart = {v: max(NOISE, noise.get(v, 0.0)) for v in times}
@@ -453,11 +456,11 @@ def choose(times: dict[Any, float], incumbent: Any, noise: Mapping[Any, float] =
 
 
 def counted(compared: dict[Any, Compared]) -> tuple[dict[Any, float], dict[Any, float]]:
-    """What counts of variants timed together: times, and how far the ratio of each to the best one spreads.
+    """The times that count of variants timed together, and how far the ratio of each to the best one spreads.
 
-    Where all were timed behind a foreign kernel too, the mean of both counts: what a call comes behind is not known, and what a
-    dependent launch wins in the one case is several times what it loses in the other. A drift that meets two variants is no
-    noise: of two rounds, that of one memory and one moment are held against each other.
+    If all were timed behind a foreign kernel too, the mean of both times counts: which kernel a call comes behind is
+    not known, and what a dependent launch wins in the one case is several times what it loses in the other. A drift
+    that meets two variants alike is no noise: so the ratio is taken between rounds on one memory at one moment.
     """
     both = all_behind(compared)
     taken = {v: c.mean if both else c.rounds for v, c in compared.items()}

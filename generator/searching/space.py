@@ -1,4 +1,4 @@
-"""What a search chooses from: of a problem of a family, or of whatever else was measured whole."""
+"""What a search chooses from: the variants of a problem of a family, or of another space that was measured whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .pool import Pool, legal_pool
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """The legal variants of a problem, and all else that a search asks of its family."""
+    """The legal variants of a problem, and everything else that a search asks of its family."""
 
     variant_type: type  # its fields are the knobs
     pool: Pool
@@ -25,7 +25,7 @@ class Space:
 
 
 def space_of(problem: Problem, capability: int, multiprocessors: int | None = None) -> Space:
-    """That of a problem of a family on a compute capability (90 is 9.0) and so many multiprocessors, if it is known."""
+    """The space of a problem of a family, on a compute capability (90 is 9.0) with so many multiprocessors, if known."""
     work = WORKLOADS[problem.family]
     return Space(
         work.family.variant_type,

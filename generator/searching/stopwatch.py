@@ -1,4 +1,4 @@
-"""Wall time of a run by what it was spent on."""
+"""The wall time of a run, by stages."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import dataclasses
 import time
 from collections.abc import Iterator
 
-# "stage" puts a problem on the GPU and times what winners are compared with; "compile" is time waited for compilers;
-# "check" and "measure" are a trial's; "compare" times the best again; "search" is Optuna's ask and tell, the
-# model of the sampler with them; "journal" keeps trials; "record" saves winners; "render" writes table and kernels.
+# "stage" puts a problem on the GPU and times the baselines; "compile" is the time spent waiting for compilers; "check"
+# and "measure" are parts of a trial; "compare" times the best again; "search" is Optuna's ask and tell, with the
+# sampler's model; "journal" keeps trials; "record" saves winners; "render" writes table and kernels.
 STAGES = ("stage", "compile", "check", "measure", "compare", "search", "journal", "record", "render")
 ON_GPU = ("stage", "check", "measure", "compare")
 
@@ -34,7 +34,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def time(self, stage: str) -> Iterator[None]:
-        """Add the time of a block to a stage, whether it ends well or not."""
+        """Add the time of a block to a stage, whether the block raises or not."""
         start = time.perf_counter()
         if stage == "measure" and self._begun is None:
             self._begun = start, self.on_gpu()
@@ -44,11 +44,11 @@ class Stopwatch:
             self.seconds[stage] += time.perf_counter() - start
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """What was counted as one stage was another."""
+        """Count seconds of the stage ``source`` as seconds of ``target``."""
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 
     def add(self, other: dict[str, float]) -> None:
-        """Add another run's seconds, of another GPU say."""
+        """Add the seconds of another stopwatch, for example of another GPU."""
         for stage, seconds in other.items():
             self.seconds[stage] += seconds

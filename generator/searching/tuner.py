@@ -1,4 +1,4 @@
-"""What runs on a GPU of a Ray cluster: one problem after another is tuned there, and each trial told to the driver at once."""
+"""The tuner on one GPU of a Ray cluster: it tunes one problem after another, and tells the driver each trial at once."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from .stopwatch import Stopwatch
 
 TELL_SECONDS = 0.25  # between two reports of progress, at least
 
-Letter = tuple[Any, ...]  # what it is, and what belongs to it
+Letter = tuple[Any, ...]  # (kind, its content...)
 Tell = Callable[..., None]
-# What tuning takes on the GPU of an index, with so many compilers, given whom to tell what it waits for.
+# (GPU index, number of compilers, function to tell what it waits for) -> worker, compilers, environment to tune with.
 MakeTools = Callable[
     [int, int, Callable[[str], None]], AbstractContextManager[tuple[Worker, CompilerPool, dict[str, Any]]]
 ]
 
 
 def compilers(cores: int, gpus: int) -> int:
-    """The processes that a tuner compiles with on a host where so many GPUs may be tuned on.
+    """How many processes a tuner compiles with, on a host where so many GPUs may be tuned on.
 
-    An even part of the cores, and as many as one search keeps busy at most: it wants AHEAD + BATCH variants compiled at once
-    and then few for a while, so a tuner may use cores that the others leave idle. What that is worth is not known:
-    docs/decisions/0012-what-tuning-costs.md.
+    The larger of an even share of the cores and as many as one search keeps busy at most. A search wants AHEAD + BATCH
+    variants compiled at once and then few for a while, so a tuner may use cores that the others leave idle. What that
+    is worth is not known: docs/decisions/0012-what-tuning-costs.md.
     """
     return max(1, cores // max(1, gpus), min(cores, AHEAD + BATCH))
 
 
 @dataclasses.dataclass(frozen=True)
 class Told(Journal):
-    """The journal of one problem where it is measured: the driver has the storage."""
+    """The journal of one problem on the tuner's side: it sends each entry to the driver, which has the storage."""
 
     sent: Held
     tell: Tell
@@ -69,7 +69,7 @@ class Told(Journal):
 
 
 class Tuner:
-    """What a Ray actor with one GPU does. Its methods yield letters: the driver hears of a trial while the next one is measured."""
+    """What a Ray actor with one GPU does. Its methods yield letters: the driver gets a trial while the next one is measured."""
 
     def start(self, make_tools: MakeTools) -> Iterator[Letter]:
         """Start the worker and the compilers, once. ("said", text)*, then ("ready", ...) or ("failed", why)."""
@@ -80,7 +80,7 @@ class Tuner:
         self.stack = contextlib.ExitStack()
 
         def work(tell: Tell) -> None:
-            made = make_tools(0, count, lambda text: tell("said", text))  # the only GPU that Ray lets it see
+            made = make_tools(0, count, lambda text: tell("said", text))  # 0: Ray lets this process see only its GPU
             self.worker, self.compiler, self.environment = self.stack.enter_context(made)
             tell("ready", socket.gethostname(), index, self.environment, count)
 
@@ -105,7 +105,7 @@ class Tuner:
 
 
 def letters(work: Callable[[Tell], None]) -> Iterator[Letter]:
-    """What ``work`` tells while it runs, in a thread of its own; it waits where nobody takes what it told before."""
+    """Run ``work`` in a thread and yield the letters that it tells; it waits until the letter before is taken."""
     told: queue.Queue[Letter | None] = queue.Queue(maxsize=1)
     defects: list[BaseException] = []
 

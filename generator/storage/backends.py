@@ -22,7 +22,7 @@ from ..places import SHELF, cache_path
 
 CONNECT_SECONDS = 10
 EXTRA = "pip install -c constraints.txt -e '.[tune,hosts]'"
-# What a URL without a driver means: the ones that the extra "hosts" installs.
+# Scheme of a URL without a driver -> the same with the driver that the extra "hosts" installs.
 DRIVERS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
 SCHEMES = "postgresql://USER@HOST/DATABASE, sqlite:///FILE, or another URL of SQLAlchemy"
 
@@ -34,17 +34,17 @@ class StorageError(Exception):
 
 
 def journal_path(device: str) -> Path:
-    """Where the journal file of a device lies; optuna-dashboard opens it."""
+    """The path of a device's journal file, which optuna-dashboard can open."""
     return cache_path(*SHELF, "trials", f"{device}.log")
 
 
 def open_storage(url: str | None, device: str, path: Path | None = None, *, reads: bool = False) -> BaseStorage:
-    """The storage of ``url``; without one the journal file of a device, in ``path`` or in the cache.
+    """The storage at ``url``; without a URL the journal file of a device, at ``path`` or in the cache.
 
-    ``reads``: nothing will be kept, so a journal file that cannot be written will do.
+    ``reads``: nothing will be written, so a read-only journal file will do.
 
     Raises:
-        StorageError: it cannot be reached, its driver is not installed, or the URL is none.
+        StorageError: the storage cannot be reached, its driver is not installed, or the URL is malformed.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if url is None:
@@ -63,7 +63,7 @@ def open_storage(url: str | None, device: str, path: Path | None = None, *, read
     if match is None:
         raise StorageError(f"--storage must be {SCHEMES}, got {without_password(url)!r}")
     database = re.match(r"sqlite(?:\+\w+)?:///(.+)", url)
-    if reads and database is not None and not Path(database[1]).exists():  # which asking would make
+    if reads and database is not None and not Path(database[1]).exists():  # connecting would create it
         raise StorageError(f"there is no database {database[1]} yet: nothing was tuned with this --storage")
     return _database(DRIVERS.get(match[1], match[1]) + url[match.end(1) :], url)
 
@@ -76,7 +76,7 @@ def opened_storage(
     storage = open_storage(url, device, path, reads=reads)
     try:
         yield storage
-    finally:  # its connections are given back
+    finally:  # close its connections
         if isinstance(storage, optuna.storages.RDBStorage):
             storage.remove_session()
             storage.engine.dispose()
@@ -120,26 +120,27 @@ def study_named(storage: BaseStorage, name: str) -> int | None:
 
 
 class _File(BaseJournalBackend):
-    """A journal file as Optuna writes it, made for many small appends by processes that may be killed.
+    """A journal file in Optuna's format, made for many small appends by processes that may be killed.
 
-    Optuna's own waits for the disk at each append, which took longer than measuring; a killed process leaves its lock
-    behind for 30 s; and one broken line costs the whole file. Here the system's cache is enough (it outlives the process,
-    not a power cut), the lock is the kernel's, which goes with the process, and a broken line costs that line.
+    Optuna's backend waits for the disk at each append, which took longer than measuring; a killed process leaves its
+    lock behind for 30 s; and one broken line costs the whole file. Here a write ends in the system's cache (which
+    outlives the process, but not a power cut), the lock is the kernel's and ends with the process, and a broken line
+    costs only itself.
     """
 
     def __init__(self, path: Path, *, reads: bool = False) -> None:
         self._path = path
-        self._offsets = [0]  # of each line that was read, and the end of the last
+        self._offsets = [0]  # where each line that was read begins, and where the last ends
         try:
             with self._locked():
-                pass  # a torn line goes before the first read
+                pass  # this cuts off a torn line before the first read
         except OSError as error:
             if not reads or error.errno not in READ_ONLY:
                 raise
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
-        """The file, open and locked, its end the end of a line."""
+        """The file, open and locked, and ending with a whole line."""
         with naming(self._path):
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             try:
@@ -147,15 +148,15 @@ class _File(BaseJournalBackend):
                 _cut_torn_line(file)
                 yield file
             finally:
-                os.close(file)  # which gives the lock back
+                os.close(file)  # this releases the lock
 
     def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
-        """What every line from this number on says, and nothing in place of one that is broken."""
+        """The log of every line from this number on; a broken line gives a harmless stand-in."""
         start = min(log_number_from, len(self._offsets) - 1)
         with naming(self._path), self._path.open("rb") as file:
             file.seek(self._offsets[start])
             for number, line in enumerate(file, start):
-                if not line.endswith(b"\n"):  # being written
+                if not line.endswith(b"\n"):  # another process is writing it
                     return
                 if number + 1 == len(self._offsets):
                     self._offsets.append(self._offsets[number] + len(line))
@@ -176,7 +177,7 @@ class _File(BaseJournalBackend):
             RuntimeWarning,
             stacklevel=2,
         )
-        # The studies that follow are called by their place among all.
+        # Later lines name a study by its number, so a broken line that made one is replaced by one that makes another.
         lost_study = b'"op_code":0,' in line
         return {**(LOST_STUDY if lost_study else NOTHING), "study_name": f"lost in line {number + 1}"}
 
@@ -193,7 +194,7 @@ class _File(BaseJournalBackend):
                 raise
 
 
-# Operation of Optuna's journal -> what a line that asks for it must have; 4 makes a trial, 5 to 9 change it.
+# Operation code of Optuna's journal -> the fields that its line must have; 4 makes a trial, 5 to 9 change it.
 FIELDS = {
     0: ("study_name", "directions"),
     1: ("study_id",),
@@ -211,7 +212,7 @@ NOTHING = {"op_code": 1, "worker_id": "", "study_id": -1}  # deletes a study tha
 
 
 def _cut_torn_line(file: int) -> None:
-    """Drop what a process or machine that went down left of its last line; Optuna refuses the whole file for it."""
+    """Cut off the last line if a process or machine went down while writing it: Optuna would refuse the whole file."""
     end = size = os.fstat(file).st_size
     if size == 0 or os.pread(file, 1, size - 1) == b"\n":
         return
@@ -226,6 +227,6 @@ def _cut_torn_line(file: int) -> None:
 
 
 def lost_storage(error: BaseException) -> bool:
-    """Whether an error says that a storage, which could be opened, does not answer any more."""
+    """Whether an error says that a storage that could be opened does not answer any more."""
     packages = {type(e).__module__.split(".")[0] for e in (error, error.__cause__) if e is not None}
     return isinstance(error, optuna.exceptions.StorageInternalError) or bool(packages & {"sqlalchemy", "psycopg"})

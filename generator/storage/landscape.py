@@ -29,7 +29,7 @@ class LandscapeError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Landscape:
-    """What was measured of one problem: microseconds, or why not, of every legal variant."""
+    """The measurements of one problem: for every legal variant its microseconds, or why it failed."""
 
     problem: Problem
     environment: dict[str, Any]
@@ -46,17 +46,17 @@ class Landscape:
         return min(self.times.values())
 
     def regret(self, variant: Any) -> float:
-        """How much slower than the best a variant is, as a fraction; infinite where it failed or is unknown."""
+        """How much slower than the best a variant is, as a fraction; infinite if it failed or is unknown."""
         return self.times.get(variant, math.inf) / self.best_us - 1
 
     @property
     def fresh(self) -> bool:
-        """The templates still give the texts that were measured."""
+        """Whether the templates still give the texts that were measured."""
         return fresh(self.digests)
 
 
 def save(landscape: Landscape, folder: Path) -> Path:
-    """Write a landscape; the same landscape, the same bytes."""
+    """Write a landscape; the same landscape always gives the same bytes."""
     problem = landscape.problem
     declared = choices(FAMILIES[problem.family].variant_type)
     content = {
@@ -86,7 +86,7 @@ def load(path: Path) -> Landscape:
     """Read a landscape; variants that the space no longer has are left out.
 
     Raises:
-        LandscapeError: the file is none, or of another version.
+        LandscapeError: the file is no landscape, or one of another version.
     """
     try:
         content = json.loads(gzip.decompress(path.read_bytes()))
@@ -98,7 +98,7 @@ def load(path: Path) -> Landscape:
     spec, size = family.spec_type(**content["spec"]), family.size_type(**content["size"])
     problem = Problem(content["name"], content["family"], spec, size)
 
-    # A variant's number counts in the order of declaration; the keys of the file are sorted. A newer knob has its default.
+    # Numbers of variants follow the order of declaration, but the file's keys are sorted. A newer knob had its default.
     knobs, declared = content["knobs"], choices(family.variant_type)
     if set(knobs) <= set(declared):
         knobs = {name: knobs[name] for name in declared if name in knobs}
@@ -122,11 +122,11 @@ def _number(variant: Any, declared: dict[str, Any]) -> int:
 
 
 def _variants(numbers: list[str], declared: dict[str, Any], kind: Any) -> dict[str, Any]:
-    """Number -> variant, of those that the space still has."""
-    newer = {f.name for f in dataclasses.fields(kind) if f.metadata["older"]}  # which had their defaults
+    """Number -> variant, for the variants that the space still has."""
+    newer = {f.name for f in dataclasses.fields(kind) if f.metadata["older"]}  # knobs that had their defaults
     if not set(choices(kind)) - newer <= set(declared) <= set(choices(kind)):
         return {}
-    # Whether any value is no choice any more: it takes long to ask each of thousands of variants.
+    # Only if some value is no choice any more is each variant checked: that takes long for thousands.
     gone = any(undeclared(kind(**{name: value})) for name, values in declared.items() for value in values)
     places = np.unravel_index(np.array(numbers, dtype=np.int64), [len(values) for values in declared.values()])
     found = {}

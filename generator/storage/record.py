@@ -1,4 +1,4 @@
-"""The record of a device, which holds what was measured: read it, and write it whole or not at all."""
+"""The record of a device, which holds its measured winners: read it, and write it whole or not at all."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ QUICK = "quick"  # environment["search"] of a row for which only a portfolio was
 
 
 def record_path(device: str, folder: Path | None = None) -> Path:
-    """Where the record of a device lies."""
+    """The path of a device's record."""
     return (folder or OWN or WINNERS) / f"{device}.json"
 
 
 def read_record(device: str, folder: Path | None = None) -> list[Winner]:
-    """The winners of a device, none if it has no record yet; beside a user's own those that ship."""
+    """The winners of a device, none if it has no record yet; shipped winners are added to a user's own record."""
     path = record_path(device, folder)
     found = load_record(path) if path.exists() else []
     if folder is None and OWN:
@@ -39,7 +39,7 @@ def recorded_devices(folder: Path | None = None) -> list[str]:
 
 
 def named(device: str, devices: list[str]) -> list[str]:
-    """Which of these devices a name means: the one that is so named, or all that have it in theirs ("h200", "NVIDIA H200")."""
+    """The devices that a name means: the one of exactly this name, or all whose names contain it ("h200", "NVIDIA H200")."""
     part = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
     return [part] if part in devices else [name for name in devices if part and part in name]
 
@@ -49,7 +49,7 @@ def save_winner(winner: Winner, folder: Path | None = None) -> Path:
     device = winner.environment["device"]
     path = record_path(device, folder)
     with folder_lock(path.parent):  # two tuners on one record: each reads, adds and writes while the other waits
-        for half in path.parent.glob(f".{path.name}.*"):  # of a tuner that was killed while it wrote
+        for half in path.parent.glob(f".{path.name}.*"):  # left by a tuner that was killed while it wrote
             half.unlink()
         others = [
             w
@@ -61,7 +61,7 @@ def save_winner(winner: Winner, folder: Path | None = None) -> Path:
 
 
 def write_record(path: Path, device: str, winners: list[Winner]) -> None:
-    """Write the record of a device, whole, if it says something else than what is there."""
+    """Write the record of a device, whole, if it differs from the present file."""
     write_if_different(path, record_text(device, winners))
 
 

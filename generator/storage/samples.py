@@ -1,6 +1,7 @@
-"""Samples: what variants took on one device, and what PyTorch's own operators took there, for a model to be fitted to.
+"""Samples: times of variants, and of PyTorch's operators, on one device; models are fitted to them.
 
-One file a device and family. Unlike landscapes, which hold every legal variant of a problem, these hold what was measured.
+There is one file for each device and family. Landscapes hold every legal variant of a problem, samples only what was
+measured.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ SCHEMA = 1
 
 @dataclasses.dataclass(frozen=True)
 class Replaced:
-    """What PyTorch's own operator took on one problem. Microseconds, in a CUDA graph."""
+    """The time of PyTorch's operator on one problem, in a CUDA graph. Microseconds."""
 
     spec: Any
     size: Any
     us: float
-    projection_us: float  # of the product of the input by itself; 0 where it was not measured
+    projection_us: float  # of the product of the input alone; 0 if it was not measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ def path_of(device: str, family: str, folder: Path = SAMPLES) -> Path:
 
 
 def save(samples: Samples, folder: Path = SAMPLES) -> Path:
-    """Write samples; the same samples, the same bytes."""
+    """Write samples; the same samples always give the same bytes."""
     content = {
         "format": "tuned-samples",
         "schema": SCHEMA,
@@ -74,7 +75,7 @@ def load(path: Path) -> Samples:
     """Read samples; a knob that is newer than them had its default.
 
     Raises:
-        ValueError: the file is none, or of another version.
+        ValueError: the file holds no samples, or samples of another version.
     """
     content = json.loads(gzip.decompress(path.read_bytes()))
     if content.get("format") != "tuned-samples" or content.get("schema") != SCHEMA:

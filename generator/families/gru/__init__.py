@@ -1,6 +1,6 @@
 """A GRU over sequences."""
 
-RANK = 3  # among families: those of most models first
+RANK = 3  # order of the families: those that most models use come first
 TITLE = "GRU"
-GROUPS = ("GRU cell",)  # of the calls, as charts tell them apart
+GROUPS = ("GRU cell",)  # groups of calls that charts tell apart
 REPRESENTATIVE = ()  # problems: one of each kind, for a look at the family

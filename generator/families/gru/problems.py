@@ -36,7 +36,7 @@ MEASURED = (
 )
 # Name, spec, steps and batch of models, by their public configurations.
 MODELS = (
-    # KernelBench, level 3: 39 is six layers, 41 and 42 six of both directions, which run one by one.
+    # KernelBench, level 3: problem 39 has six layers; 41 and 42 have six of both directions, which run one by one.
     ("kernelbench_39", GruSpec("float32", 256, layers=6), 512, 10),
     ("kernelbench_39_layer", GruSpec("float32", 256), 512, 10),
     ("kernelbench_41_layer", GruSpec("float32", 256, directions=2), 512, 10),
@@ -58,9 +58,9 @@ MODELS = (
 # No GRU of these hidden sizes and batches is further from one of the grid than a factor of 1.5 and 2.
 GRID_HIDDEN = (96, 208, 448, 960, 2048)
 GRID_BATCH = (2, 8, 32, 128, 512)
-# Hidden sizes whose rows are no multiples of 16 bytes, and sizes and batches that need several turns.
+# Hidden sizes whose rows are no multiples of 16 bytes, and pairs of hidden size and batch that need several turns.
 ODD = ((100, 4), (100, 64), (330, 4), (330, 64), (1001, 4), (1001, 64), (640, 24), (768, 100), (1280, 48))
-GRID_STEPS = 64  # a row serves every length: what a step takes does not depend on it
+GRID_STEPS = 64  # a row serves every length: the time of a step does not depend on the length
 
 
 def problems() -> Iterator[Problem]:

@@ -18,12 +18,12 @@ from tuned.families.launch import Launch, Step, ceil_div
 from ...problem import Problem
 from ..amounts import TF32_ROUNDOFF, UNIT_ROUNDOFF, Work
 
-IEEE_UNIT = 64 * UNIT_ROUNDOFF["float32"]  # of a float32 sum of thousands
+IEEE_UNIT = 64 * UNIT_ROUNDOFF["float32"]  # of a float32 sum of thousands of terms
 UNITS = 6  # the state is rounded once a step, and a step contracts: two to three were measured, over 20,000 steps
 
 
 def lengths_of(spec: GruSpec, size: GruSize) -> list[int]:
-    """Steps of each sequence: from all down to half, for cu_seqlens the shortest first, since they need not be sorted."""
+    """Steps of each sequence, falling from all to half; with cu_seqlens rising instead, since they need not be sorted."""
     if spec.layout == "dense":
         return [size.seq] * size.batch
     shortest = max(1, size.seq // 2)
@@ -41,9 +41,9 @@ def starts_of(spec: GruSpec, lengths: list[int]) -> list[int]:
 
 
 def inputs(spec: GruSpec, size: GruSize, device: str, seed: int) -> Recurrence:
-    """One set of random inputs, as torch.nn.GRU has them after the projection of its input; out is not filled.
+    """One set of random inputs, as in torch.nn.GRU after the projection of its input; out is not filled.
 
-    On the device "meta" nothing is allocated: enough to compile for.
+    On the device "meta" nothing is allocated, which is enough to compile.
     """
     dtype = getattr(torch, spec.dtype)
     generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
@@ -96,7 +96,7 @@ def resets_of(spec: GruSpec, tokens: tuple[int, ...], device: str, seed: int) ->
 def reference(spec: GruSpec, call: Recurrence) -> tuple[torch.Tensor, torch.Tensor]:
     """The output in float64, and the largest error that may be left, per element.
 
-    The bound: UNITS roundings of numbers up to 1, which is what a state is, and one of the result.
+    The bound: UNITS roundings of numbers up to 1, the range of a state, and one of the result.
     """
     tokens, there = token_of(spec, call, call.gates.device)
     x = call.gates.reshape(spec.directions, -1, 3 * spec.hidden)
@@ -116,7 +116,7 @@ def reference(spec: GruSpec, call: Recurrence) -> tuple[torch.Tensor, torch.Tens
 
 
 def token_of(spec: GruSpec, call: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token that each direction, step and row takes, [directions, seq, batch]; and whether there is one, [seq, batch]."""
+    """The token of each direction, step and row, [directions, seq, batch]; and whether there is one, [seq, batch]."""
     step = torch.arange(call.seq, device=device)[:, None]
     row = torch.arange(call.batch, device=device)[None, :]
     dense = spec.layout == "dense"
@@ -135,8 +135,8 @@ def token_of(spec: GruSpec, call: Any, device: torch.device) -> tuple[torch.Tens
 
 
 def cut_before(call: Any, tokens: torch.Tensor, there: torch.Tensor, step: int, direction: int) -> torch.Tensor:
-    """[batch, 1]: whether the state is reset before a step of a direction; of ``token_of`` tokens and there."""
-    marked = step - direction  # against the tokens' order, the token that is left has the mark
+    """[batch, 1]: whether the state is reset before a step of a direction; ``tokens`` and ``there`` are from ``token_of``."""
+    marked = step - direction  # in the reverse direction, the token that is left has the mark
     if marked < 0:
         return torch.zeros_like(there[0][:, None])
     marks = call.resets.reshape(-1)
@@ -147,7 +147,7 @@ def cut_before(call: Any, tokens: torch.Tensor, there: torch.Tensor, step: int, 
 def _states(  # noqa: PLR0913 - one layer of the call
     spec: GruSpec, call: Recurrence, sets: slice, x: torch.Tensor, tokens: torch.Tensor, there: torch.Tensor
 ) -> torch.Tensor:
-    """[seq, directions, batch, hidden] in float64: the state after each step, of the ended ones as it was at their end."""
+    """[seq, directions, batch, hidden] in float64: the state after each step; an ended sequence keeps its last state."""
     weight = call.weight_hh[sets].double().transpose(1, 2)
     zero = torch.zeros((), dtype=torch.float64, device=x.device)
     bias_ih = call.bias_ih[sets, None].double() if spec.bias else zero
@@ -169,9 +169,9 @@ def _states(  # noqa: PLR0913 - one layer of the call
 
 
 def eager(spec: GruSpec, call: Recurrence) -> Any:
-    """torch.nn.GRU of the same shape, with an input as wide as the state: its projection is counted in.
+    """torch.nn.GRU of the same shape, with an input as wide as the state: its time includes the input projection.
 
-    cuDNN offers no recurrence alone. Layouts as torch has them; what cu_seqlens describes becomes a PackedSequence.
+    cuDNN does not offer the recurrence alone. Layouts are torch's; with cu_seqlens the input is a PackedSequence.
     """
     module = torch.nn.GRU(
         spec.hidden,
@@ -207,7 +207,7 @@ def bytes_moved(spec: GruSpec, size: GruSize) -> int:
 
 
 def tensor_bytes(spec: GruSpec, size: GruSize) -> int:
-    """Bytes of one set of inputs and outputs, with what the layers of a stack hand up and what turns keep."""
+    """Bytes of one set of inputs and outputs, with the states between the layers of a stack and those that turns keep."""
     between = (spec.layers - 1) * sum(lengths_of(spec, size)) * spec.hidden * spec.item
     products = 0 if spec.stacked else 3 * size.batch * spec.hidden * spec.item
     states = 4 * spec.layers * spec.directions * size.batch * spec.hidden
@@ -215,12 +215,12 @@ def tensor_bytes(spec: GruSpec, size: GruSize) -> int:
 
 
 def small(size: GruSize, _variant: GruVariant) -> GruSize:
-    """So few steps and rows that the interpreter takes under a second."""
+    """A size with so few steps and rows that the interpreter takes under a second."""
     return dataclasses.replace(size, batch=min(size.batch, 3), seq=min(size.seq, 4))
 
 
 def interpreted(spec: GruSpec, variant: GruVariant, call: Recurrence) -> Iterator[Step]:
-    """The steps without PTX, on which no result depends, and without waiting: the interpreter runs programs in turn."""
+    """The steps without PTX, which changes no result, and without waiting, since the interpreter runs programs in turn."""
     if variant.exchange in PTX_EXCHANGES:
         variant = dataclasses.replace(variant, exchange="poll")
     for step in launches(spec, variant, call):
@@ -230,31 +230,32 @@ def interpreted(spec: GruSpec, variant: GruVariant, call: Recurrence) -> Iterato
             yield step
 
 
-# What a variant does: programs, bytes, sines, threads; what a program takes at a time.
+# The work of a variant: programs, bytes, sines, threads; and the tile of a program.
 
-# Of the recurrence, measured on an H200: what a time step takes besides the work of a program in it.
+# Microseconds of a time step of the recurrence besides the work of a program in it, measured on an H200.
 STEP_US = {"alone": 0.2, "spin": 1.2, "probe": 1.2, "poll": 1.5, "counter": 1.8, "steps": 2.0, "library": 4.0}
-# Bytes a clock of a processor, from shared memory (CUDA C++ Programming Guide) and, by published microbenchmarks, from L2.
+# Bytes that a processor reads a clock, from shared memory (CUDA C++ Programming Guide) and from L2 (by published
+# microbenchmarks).
 SHARED_BYTES_PER_CLOCK, L2_BYTES_PER_CLOCK = 128, 40
-# Multiplications a clock of a processor, at about half of what a data sheet says for large tiles.
+# Multiplications of a processor a clock: about half of what a data sheet says for large tiles.
 PRODUCTS_PER_CLOCK = {"float16": 1024, "bfloat16": 1024, "tf32": 512, "ieee": 64}
-FLIGHT_BYTES, ROUND_US = 128, 0.6  # a thread waits for eight loads of 16 bytes together, and so long from L2
+FLIGHT_BYTES, ROUND_US = 128, 0.6  # a thread has eight loads of 16 bytes in flight, and waits 0.6 us for L2
 LANES = 128  # float32 multiplications a clock of a processor, without tensor cores: form "row"
-GATES_PER_CLOCK = 2  # elements of the state: some 60 instructions on 128 lanes
+GATES_PER_CLOCK = 2  # elements of the state a clock: each takes some 60 instructions, on 128 lanes
 
 
 def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
-    """All steps of a sequence as one launch.
+    """The work of all steps of a sequence, as one launch.
 
-    What decides is the chain of steps: each waits for the others' states, reads the state of its rows from L2 and its
-    weights from where they are, multiplies and computes its gates.
+    The chain of steps decides the time. In each step a program waits for the states of the others, reads the state of
+    its rows from L2 and its weights from where they are, multiplies, and computes its gates.
     """
     spec, size = problem.spec, problem.size
     library = variant.strategy == "library"
     persistent = variant.strategy == "persistent"
     alone = persistent and runs_alone(spec, variant)
     how = "alone" if alone else variant.exchange if persistent else variant.strategy
-    # The library's tile is not known: about this much of the weights is read by one processor.
+    # The library's tile is not known: one processor reads about this much of the weights.
     units, rows = (32, min(64, size.batch)) if library else (variant.block_hidden, variant.block_batch)
     columns = spec.hidden if library else sum(widths(spec, variant))
     sets = 2 if spec.stacked else 1
@@ -294,5 +295,5 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
 
 
 def tile(_spec: GruSpec, variant: GruVariant) -> tuple[int, int]:
-    """Rows, and units of each, that a program takes at a time."""
+    """Rows of the batch, and units of each row, that a program takes at a time."""
     return variant.block_batch, variant.block_hidden

@@ -1,4 +1,4 @@
-"""GRUs over sequences of any shape, drawn by a seed: for cards that nobody measured."""
+"""GRUs over sequences of any shape, drawn from a seed: for cards that nobody measured."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ ROW_HIDDEN, STAGED_HIDDEN = 64, 1280
 
 
 def gru_texts() -> Iterator[tuple[GruSpec, GruVariant]]:
-    """One spec and variant for each text of a recurrence: layout, layers, form, turns, resets; of a stack one."""
+    """One spec and variant for each text of a recurrence: layout, layers, form, turns, resets; a stack has only layouts."""
     forms = choices(GruVariant)["form"]
     for resets, layout, layers, form, turns in itertools.product((False, True), LAYOUTS, (1, 2), forms, (1, 2)):
         if ((layers > 1 or turns > 1) and form != GruVariant.form) or (layers > 1 and (turns > 1 or resets)):
             continue
-        if form in ("row", "staged") and resets and layout != "dense":  # see its rule
+        if form in ("row", "staged") and resets and layout != "dense":  # a rule of the family rejects this
             continue
         spec = GruSpec("bfloat16", 512, layout=layout, layers=layers, resets=resets)
         row = row_variant(ROW_HIDDEN) if form == "row" else None
@@ -51,7 +51,7 @@ def template(spec: GruSpec, variant: GruVariant) -> str:
 
 
 def texts() -> Iterator[Text]:
-    """One for each of gru_texts; a caller is given the first form untuned. And what pads, fills and cuts the tensors of a call."""
+    """One for each of gru_texts (an untuned call gets the first form), and the kernel that pads, fills and cuts tensors."""
     for spec, variant in gru_texts():
         # The model offers form "row" for every layout. Rows of a table serve calls with resets too, and those of "tile" are of one length.
         always = variant.form != "tile" or (spec.resets and spec.dense)
@@ -59,7 +59,7 @@ def texts() -> Iterator[Text]:
     yield COPY, COPY, *next(gru_texts()), True
 
 
-# How a winner is shown: what a caller gives, and the launches, as Python text.
+# How a winner is shown: the caller's arguments and the launches, as Python text.
 
 LENGTHS = {
     "dense": "    seq, batch = gates.shape[1:3]\n",
@@ -79,7 +79,7 @@ TAKES = {
     "packed": "batch_sizes: int64 [seq] on the CPU, of a PackedSequence.",
     "thd": "cu_seqlens: int32 [batch + 1] on the device of gates; seq: the longest length.",
 }
-# A letter a dimension: direction, layer, time, batch. Packed tokens have one dimension instead of time and batch.
+# A letter for each dimension: direction, layer, time, batch. Packed tokens have one dimension for time and batch.
 DIMS = {"gates": "dtb", "out": "tb", "between": "ltb", "h_0": "lb", "h_n": "lb"}
 PACKED_DIMS = {**DIMS, "gates": "dt", "out": "t", "between": "lt"}
 
@@ -120,7 +120,7 @@ def _head(spec: GruSpec) -> str:
 
 
 def _recurrence(spec: GruSpec, variant: GruVariant, shown: Shown) -> str:
-    """All steps in one launch, after what its programs wait for is put into place; or a launch for each step."""
+    """All steps in one launch, after the tensors that its programs wait on are initialised; or a launch for each step."""
     waits = variant.strategy == "persistent" and not alone(spec, variant)
     counts = waits and variant.exchange == "counter"
     given = {} if spec.bias else {"bias_ih": "h_0", "bias_hh": "h_0", "bias_ih_stride": "0", "bias_hh_stride": "0"}
@@ -133,7 +133,7 @@ def _recurrence(spec: GruSpec, variant: GruVariant, shown: Shown) -> str:
         lines.append(f"    counters = torch.zeros({32 * sets} * {rows}, dtype=torch.int32, device=gates.device)")
     else:
         given |= {"counters": "h_0"}
-    if waits and not counts:  # what readers wait to see go away
+    if waits and not counts:  # readers wait until these values are overwritten
         word = "int16" if spec.item == 2 else "int32"  # noqa: PLR2004
         lines += [f"    {t}.view(torch.{word}).fill_(-1)" for t in ("out", *(["between"] if spec.stacked else []))]
     exchange = exchange_lines(spec, variant)
@@ -150,7 +150,7 @@ def _recurrence(spec: GruSpec, variant: GruVariant, shown: Shown) -> str:
 
 
 def exchange_lines(spec: GruSpec, variant: GruVariant) -> list[str]:
-    """How programs wait, where the winner's way has instructions that not every GPU has; none where it has not."""
+    """Lines that choose how programs wait, if the winner's exchange needs instructions that not every GPU has; else none."""
     if variant.strategy != "persistent" or variant.exchange not in PTX_EXCHANGES:
         return []
     return chosen_lines(
@@ -179,5 +179,5 @@ def _library(spec: GruSpec, shown: Shown) -> str:
 
 
 def shown_size(size: GruSize) -> GruSize:
-    """Of one step there is nothing to wait for, and the file is for any number of them."""
+    """At least two steps: in a single step no program waits for another, but the file must serve any number of steps."""
     return dataclasses.replace(size, seq=max(2, size.seq))

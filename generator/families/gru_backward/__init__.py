@@ -1,6 +1,6 @@
 """The gradient of a GRU over sequences."""
 
-RANK = 4  # among families: those of most models first
+RANK = 4  # order of the families: those that most models use come first
 TITLE = "GRU gradient"
-GROUPS = ("GRU gradient",)  # of the calls, as charts tell them apart
+GROUPS = ("GRU gradient",)  # groups of calls that charts tell apart
 REPRESENTATIVE = ()  # problems: one of each kind, for a look at the family

@@ -9,7 +9,7 @@ from tuned.families.gru.spec import GruSize, GruSpec
 
 from ...problem import Problem
 
-STEPS = 128  # a row serves every length: what a step takes does not depend on it
+STEPS = 128  # a row serves every length: the time of a step does not depend on the length
 
 
 def _bf16(hidden: int, **rest: Any) -> GruSpec:
@@ -57,8 +57,9 @@ MODELS = (
     ("gru_fp32_backward_64x1024", _fp32(1024), 64),
     ("gru_fp32_ieee_backward_16x256", _fp32(256, precision="ieee"), 16),
 )
-# A grid for shapes of no model: hidden sizes whose rows are multiples of 16 bytes in float32, and odd ones, each with the
-# batches that a kernel has room for: 1,625 units spill. No shape between is further from one of them than the 3 octaves that a row reaches.
+# A grid for shapes of no model: hidden sizes whose rows are multiples of 16 bytes in float32, and odd sizes, each with
+# the batches that a kernel has room for: 1,625 units spill. A row serves shapes up to 3 octaves away, which covers all
+# between.
 GRID_STEPS = 64
 FEW, GRID_BATCH = (3, 24), (3, 24, 190)
 GRID = (

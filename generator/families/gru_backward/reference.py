@@ -42,12 +42,12 @@ from ..gru.reference import (
 
 __all__ = ["bytes_moved", "eager", "inputs", "interpreted", "reference", "small", "tensor_bytes", "tile", "work"]
 
-UNITS = 6  # messages are rounded once a step, and a step contracts
-GRU_MODE = 3  # of cuDNN's recurrences
+UNITS = 6  # messages between programs are rounded once a step, and a step contracts errors
+GRU_MODE = 3  # cuDNN's number for a GRU
 
 
 def inputs(spec: GruSpec, size: GruSize, device: str, seed: int) -> RecurrenceGradient:
-    """One set of random inputs; out is not filled. On the device "meta" nothing is allocated: enough to compile for."""
+    """One set of random inputs; out is not filled. On the device "meta" nothing is allocated, which is enough to compile."""
     dtype = getattr(torch, spec.dtype)
     generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
 
@@ -85,7 +85,7 @@ def inputs(spec: GruSpec, size: GruSize, device: str, seed: int) -> RecurrenceGr
 def reference(spec: GruSpec, call: RecurrenceGradient) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients in float64, and the largest error that may be left, per element.
 
-    The bound: UNITS roundings of numbers as large as the largest of the row's at that step, and one of the result.
+    The bound: UNITS roundings of numbers as large as the largest result of that row and step, and one of the result.
     """
     wanted, _ = gradients(spec, call)
     largest = wanted.abs().amax(-1, keepdim=True)
@@ -95,7 +95,7 @@ def reference(spec: GruSpec, call: RecurrenceGradient) -> tuple[torch.Tensor, to
 
 
 def gradients(spec: GruSpec, call: RecurrenceGradient) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what ``out`` has, what ``grad_h_0`` has) in float64."""
+    """The right values of (``out``, ``grad_h_0``) in float64."""
     hidden = spec.hidden
     tokens, there = token_of(spec, call, call.out.device)
     zero = torch.zeros((), dtype=torch.float64, device=call.out.device)
@@ -131,9 +131,10 @@ def gradients(spec: GruSpec, call: RecurrenceGradient) -> tuple[torch.Tensor, to
 
 
 def eager(spec: GruSpec, call: RecurrenceGradient) -> Any:
-    """The gradient of torch.nn.GRU of the same shape, with an input as wide as the state: of all its weights and its input.
+    """The gradient of torch.nn.GRU of the same shape, with an input as wide as the state.
 
-    cuDNN offers no gradient of the recurrence alone. Its operator is called, which a CUDA graph can capture; elsewhere autograd.
+    It is the gradient of all weights and the input, since cuDNN does not offer that of the recurrence alone. On a GPU
+    the cuDNN operator is called, which a CUDA graph can capture; elsewhere autograd.
     """
     device, dtype = call.out.device, call.out.dtype
     module = torch.nn.GRU(
@@ -175,12 +176,12 @@ def bytes_moved(spec: GruSpec, size: GruSize) -> int:
 
 
 def tensor_bytes(spec: GruSpec, size: GruSize) -> int:
-    """Bytes of one set of inputs and outputs, with what turns keep."""
+    """Bytes of one set of inputs and outputs, with the states that turns keep."""
     return bytes_moved(spec, size) + 4 * spec.directions * size.batch * spec.hidden
 
 
 def interpreted(spec: GruSpec, variant: GruVariant, call: RecurrenceGradient) -> Iterator[Step]:
-    """The steps without PTX, on which no result depends, and without waiting: the interpreter runs programs in turn."""
+    """The steps without PTX, which changes no result, and without waiting, since the interpreter runs programs in turn."""
     if variant.exchange in PTX_EXCHANGES:
         variant = dataclasses.replace(variant, exchange="poll")
     yield from before(variant, call)
@@ -188,7 +189,7 @@ def interpreted(spec: GruSpec, variant: GruVariant, call: RecurrenceGradient) ->
 
 
 def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
-    """All steps of a sequence as one launch: what decides is their chain, as of the recurrence, with three values a unit."""
+    """The work of all steps, as one launch: their chain decides, as in the forward recurrence; a unit has three values."""
     spec, size = problem.spec, problem.size
     units, rows, columns = variant.block_hidden, variant.block_batch, sum(pieces(spec, variant.splits))
     weights, message = units * columns * spec.item, rows * columns * spec.item

@@ -25,7 +25,7 @@ def texts() -> Iterator[Text]:
         yield "gru_backward", kernel_name(spec, variant), spec, variant, True
 
 
-# A letter a dimension: direction, time, batch. Packed tokens have one dimension instead of time and batch.
+# A letter for each dimension: direction, time, batch. Packed tokens have one dimension instead of time and batch.
 DIMS = {"grad_out": "tb", "grad_h_n": "lb", "grad_h_0": "lb"}
 PACKED_DIMS = {**DIMS, "grad_out": "t"}
 
@@ -73,7 +73,7 @@ def wrapper(winner: Winner, shown: Shown) -> str:
         given |= {"states": "grad_h_n"}
     if counts:
         lines.append(f"    counters = torch.zeros({32 * sets} * {rows}, dtype=torch.int32, device=gates.device)")
-    else:  # what readers wait to see go away
+    else:  # readers wait until these values are overwritten
         given |= {"counters": "grad_h_n"}
         lines.append(f"    grads.view(torch.int{8 * spec.item}).fill_(-1)")
     if spec.dense:

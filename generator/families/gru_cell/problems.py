@@ -36,7 +36,8 @@ PROBLEMS: tuple[tuple[str, GruCellSpec, tuple[int, ...]], ...] = (
 )
 
 
-# Between these sizes and batches the nearest row serves, of the default float32 precision of products too.
+# A grid: between these sizes and batches the nearest row serves. It is in bfloat16, and in float32 at the default
+# precision.
 GRID_HIDDEN = (48, 96, 192, 384, 768)
 GRID_BATCH = (1, 6, 40, 200, 800)
 

@@ -37,9 +37,9 @@ def reference(spec: GruCellSpec, call: GruCellCall) -> tuple[torch.Tensor, torch
     """The result in float64, and the largest error that may be left, per element.
 
     The bound: half a unit in the last place of the result; 32 x 2^-24 of the terms, for the float32 operations of the
-    gates; and the errors of the six sums: those of ``product_error``, and one rounding to the dtype, since the
-    library's products are stored, as those of torch.nn.GRUCell are. They reach the result through slopes of at most 1/4
-    (sigmoid), 1 (tanh), |g_n| (of r) and |h - n| (of z).
+    gates; and the errors of the six sums. A sum has the error of ``product_error`` and one rounding to the dtype, since
+    form "library" stores its products, as torch.nn.GRUCell does. These errors reach the result through slopes of at
+    most 1/4 (sigmoid), 1 (tanh), |g_n| (of r) and |h - n| (of z).
     """
     x = torch.cat([segment.double() for segment in call.segments], -1)
     h, zero = call.h.double(), torch.zeros((), dtype=torch.float64, device=call.h.device)
@@ -83,17 +83,17 @@ def weight_bytes(spec: GruCellSpec) -> int:
     return 3 * spec.hidden * (spec.input_size + spec.hidden + (2 if spec.bias else 0)) * ITEM_SIZE[spec.dtype]
 
 
-# What a variant does: programs, bytes, sines, threads; what a program takes at a time.
+# The work of a variant: programs, bytes, sines, threads; and the tile of a program.
 
 
 def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
-    """A step in one launch; the library's products and the kernel of its gates as one too."""
+    """The work of a step, as one launch; form "library", two products and a kernel of the gates, counts as one too."""
     spec, size = problem.spec, problem.size
     item, units, rows = ITEM_SIZE[spec.dtype], variant.block_hidden, variant.block_batch
     count = ceil_div(size.batch, rows) * ceil_div(spec.hidden, units)
     width = spec.input_size + spec.hidden
     library = variant.form == "library"
-    # Of the library's tiles nothing is known; the gates read and write seven rows of the hidden size besides.
+    # The library's tiles are not known; its gates read and write seven rows of the hidden size in addition.
     operands = (rows + 3 * units) * width * item if not library else 0
     gates = 12 * size.batch * spec.hidden * item if library else 0
     stages = 2 if variant.form == "vector" else variant.num_stages
@@ -113,5 +113,5 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
 
 
 def tile(_spec: GruCellSpec, variant: GruCellVariant) -> tuple[int, int]:
-    """Rows, and units of each, that a program takes at a time."""
+    """Rows of the batch, and units of each row, that a program takes at a time."""
     return variant.block_batch, variant.block_hidden

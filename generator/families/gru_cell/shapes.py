@@ -1,4 +1,4 @@
-"""GRU steps of any shape, drawn by a seed: for cards that nobody measured."""
+"""GRU steps of any shape, drawn from a seed: for cards that nobody measured."""
 
 from __future__ import annotations
 

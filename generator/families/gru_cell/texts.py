@@ -16,7 +16,7 @@ from ..text import Shown, Text, contiguous_lines, finished, head, refusal
 
 
 def gru_gates_specs() -> Iterator[GruCellSpec]:
-    """One spec for each text of the gates after the library's products: bias, output."""
+    """One spec for each text of the gates after the library's products: with and without bias, out of place and in place."""
     for bias, inplace in itertools.product((True, False), (False, True)):
         yield GruCellSpec("bfloat16", 1024, (1024,), bias=bias, inplace=inplace)
 
@@ -34,7 +34,7 @@ def texts() -> Iterator[Text]:
         yield template, kernel_name(cell, GruCellVariant(form)), cell, GruCellVariant(form), True
 
 
-# How a winner is shown: what a caller gives, and the launches, as Python text.
+# How a winner is shown: the caller's arguments and the launches, as Python text.
 
 
 def wrapper(winner: Winner, shown: Shown) -> str:

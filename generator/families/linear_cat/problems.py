@@ -10,8 +10,9 @@ from tuned.families.products import PRECISIONS
 
 from ...problem import Problem
 
-# Between these widths of two segments, outputs and rows the nearest row serves. In float32 PyTorch's own is faster nearly
-# everywhere, but for calls that end before its host is done (docs/decisions/0050): these have a grid.
+# A grid: between these widths of two segments, outputs and rows the nearest row serves. In float32 PyTorch's operator
+# is faster nearly everywhere, except for calls that end before its host work does (docs/decisions/0050): these have a
+# grid.
 GRID_INPUTS = ((256, 128), (1024, 512))
 GRID_OUTPUTS = (96, 768, 6144)
 GRID_ROWS = (1, 24, 400)
@@ -23,7 +24,7 @@ def problems() -> Iterator[Problem]:
 
     A seq2seq decoder's output layer, over hidden state, context and embedding; a GRU's projection; and a grid.
 
-    The latter is float32 where torch's settings allow a GRU TF32 and GEMMs not, as they do by default.
+    The projection is a float32 call under torch's default settings, which allow TF32 in a GRU but not in GEMMs.
     """
     spec = LinearCatSpec("bfloat16", (512, 512, 256), 10_000)
     for rows in (1, 128):

@@ -33,7 +33,7 @@ def inputs(spec: LinearCatSpec, size: LinearCatSize, device: str, seed: int) -> 
 
 
 def reference(spec: LinearCatSpec, call: LinearCatCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result in float64, and the largest error that may be left: half a unit in the last place, and the sums'."""
+    """The result in float64, and the largest error that may be left: half a unit in the last place, and that of the sums."""
     x = torch.cat([segment.double() for segment in call.segments], -1)
     weight = call.weight.double()
     out, sizes = x @ weight.T, x.abs() @ weight.abs().T
@@ -43,7 +43,7 @@ def reference(spec: LinearCatSpec, call: LinearCatCall) -> tuple[torch.Tensor, t
 
 
 def eager(_spec: LinearCatSpec, call: LinearCatCall) -> Any:
-    """The baseline: the segments put together, then torch's linear."""
+    """The baseline: concatenate the segments, then torch.nn.functional.linear."""
     return lambda: torch.nn.functional.linear(torch.cat(call.segments, -1), call.weight, call.bias)
 
 
@@ -53,11 +53,11 @@ def bytes_moved(spec: LinearCatSpec, size: LinearCatSize) -> int:
     return (weight + size.batch * (spec.input_size + spec.outputs)) * ITEM_SIZE[spec.dtype]
 
 
-# What a variant does: programs, bytes, sines, threads; what a program takes at a time.
+# The work of a variant: programs, bytes, sines, threads; and the tile of a program.
 
 
 def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
-    """The one launch of a linear over segments."""
+    """The work of the one launch of a linear over segments."""
     spec, size = problem.spec, problem.size
     item, columns, rows = ITEM_SIZE[spec.dtype], variant.block_columns, variant.block_rows
     count = ceil_div(size.batch, rows) * ceil_div(spec.outputs, columns)
@@ -79,5 +79,5 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
 
 
 def tile(_spec: LinearCatSpec, variant: LinearCatVariant) -> tuple[int, int]:
-    """Rows, and columns of each, that a program takes at a time."""
+    """Rows, and columns of each row, that a program takes at a time."""
     return variant.block_rows, variant.block_columns

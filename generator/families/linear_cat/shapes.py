@@ -1,4 +1,4 @@
-"""Linear layers over segments of any shape, drawn by a seed: for cards that nobody measured."""
+"""Linear layers over segments of any shape, drawn from a seed: for cards that nobody measured."""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ from ..text import Shown, Text, contiguous_lines, finished, head, refusal
 
 
 def texts() -> Iterator[Text]:
-    """One for each form."""
+    """One text for each form."""
     spec = LinearCatSpec("bfloat16", (512, 512), 1024)
     for variant in (LinearCatVariant("tile"), LinearCatVariant("vector")):
         yield "linear_cat", kernel_name(spec, variant), spec, variant, True
 
 
-# How a winner is shown: what a caller gives, and the launches, as Python text.
+# How a winner is shown: the caller's arguments and the launches, as Python text.
 
 
 def wrapper(winner: Winner, shown: Shown) -> str:

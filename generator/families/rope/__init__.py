@@ -1,8 +1,8 @@
 """Rotary position embeddings."""
 
-RANK = 0  # among families: those of most models first
+RANK = 0  # order of the families: those that most models use come first
 TITLE = "RoPE"
-GROUPS = ("forward", "backward", "in place")  # of the calls, as charts tell them apart
+GROUPS = ("forward", "backward", "in place")  # groups of calls that charts tell apart
 REPRESENTATIVE = (
     "llama3_8b_2x4096",
     "llama3_8b_decode_64x1",

@@ -74,14 +74,14 @@ def problems() -> Iterator[Problem]:
     yield from _latent(problem, bf16)
     yield from _cached(problem, bf16)
     yield from _learned(problem, bf16)
-    # The studies' own calls: float32, sbhd, an entry a feature, small.
+    # The calls of the studies: small, float32, sbhd, one angle entry for each feature.
     for seq, heads, dim in ((64, 16, 64), (128, 16, 128), (32, 8, 256)):
         small = RopeSpec("sbhd", "float32", heads, dim, dim, angle_entries="feature")
         yield problem(f"study_small_{dim}", small, 1, seq)
 
 
 def _complete(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) -> Iterator[Problem]:
-    """Calls of models: a query and a key, positions of their own, other features than the first."""
+    """Complete calls of models: with a query and a key, with given positions, or rotating other features than the first."""
     llama, kv = (
         bf16("bshd", heads, 128, angles="cos_sin", key_heads=key_heads) for heads, key_heads in ((32, 8), (8, 2))
     )
@@ -110,7 +110,7 @@ def _complete(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) ->
     yield problem("qk_8_2_inv_freq", dataclasses.replace(kv, angles="inv_freq"), 1, 32768)
     yield problem("llama3_8b_served_inv_freq", dataclasses.replace(served, angles="inv_freq"), 1, 64)
     yield problem("qk_starts_inplace", dataclasses.replace(llama, inplace=True, positions="starts"), 64, 1)
-    # A packed qkv out of place, as training needs it: v is copied.
+    # A packed qkv out of place, for training: v is copied.
     qkv = dataclasses.replace(llama, heads=48, key_heads=0, copied_heads=8, angles="freqs")
     for direction in DIRECTIONS:
         yield problem(f"qkv_{direction}", dataclasses.replace(qkv, direction=direction), 2, 4096)
@@ -151,7 +151,7 @@ def _normed(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) -> I
 
 
 def _of_axes(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) -> Iterator[Problem]:
-    """Calls of models of images and videos: a token's time, height and width each turn some of the pairs."""
+    """Calls of image and video models: a token's time, height and width each rotate some of the pairs."""
     vision = {"positions": "axes", "angles": "cos_sin"}
     qwen = bf16("thd", 28, 128, key_heads=4, inplace=True, sections=(16, 24, 24), **vision)
     for tokens in (1, 64, 8192):
@@ -165,7 +165,7 @@ def _of_axes(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) -> 
 
 
 def _latent(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) -> Iterator[Problem]:
-    """Calls of multi-head latent attention, as training makes them: DeepSeek V3, in Megatron's style and in its own."""
+    """Calls of multi-head latent attention in training: DeepSeek V3, in Megatron's style and in DeepSeek's."""
     kv = bf16(
         "sbhd",
         128,
@@ -208,7 +208,7 @@ def _cached(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) -> I
 
 
 def _learned(problem: Callable[..., Problem], bf16: Callable[..., RopeSpec]) -> Iterator[Problem]:
-    """Gradients of angles that are learned: a ViT-L of images of 224 and 512 pixels, whose patches turn by both axes, and a Llama's table."""
+    """Gradients of learned angles: a ViT-L on images of 224 and 512 pixels, rotated by both axes, and a Llama's table."""
     backward = {"direction": "backward", "angle_gradient": True}
     vit = bf16(
         "bshd",

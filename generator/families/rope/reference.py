@@ -28,16 +28,16 @@ from ...problem import Problem
 from ..amounts import SMALLEST, UNIT_ROUNDOFF, Work
 
 THETA = 500_000.0  # base of Llama 3's rotary frequencies: spreads angles from 1e-5 to 1 radian a position
-CP_SIZE = 2  # ranks of the calls that are context parallel
-SCALING = 1.25  # of the calls that scale, about that of YaRN at 16 times the length
-EPS = 1e-6  # of a norm, as most models have it
+CP_SIZE = 2  # ranks of context-parallel calls
+SCALING = 1.25  # of calls with a scaling: about YaRN's at 16 times the length
+EPS = 1e-6  # of a norm, as in most models
 # Roundings of float32 in a norm, at most: half of those of a sum of squares (a thread's 32, then a tree), the root, two products.
 NORM_UNITS = 24
-GRID = 32  # patches of a side of a frame, of positions with axes
-PAGE_SIZE, SPARE_PAGES = 16, 3  # of a cache, and pages of it that no token needs
-SKIPPED = 16  # of so many tokens beside a cache the last has no place in it
+GRID = 32  # patches along a side of a frame, for positions with axes
+PAGE_SIZE, SPARE_PAGES = 16, 3  # slots of a cache page; pages of a cache that no token needs
+SKIPPED = 16  # with a cache, the last of each group of so many tokens has no slot in it
 SCALES = 0.05, 0.04  # of a float8 cache's keys and values: they use most of its range, and nothing is saturated
-TABLE_ROWS = 4096  # of ids that are drawn: more than the L1 holds, and small beside what large problems move
+TABLE_ROWS = 4096  # drawn ids are below this: more rows than the L1 holds, and few bytes beside those of large problems
 
 
 def _tokens(spec: RopeSpec, size: RopeSize) -> tuple[int, ...]:
@@ -45,14 +45,14 @@ def _tokens(spec: RopeSpec, size: RopeSize) -> tuple[int, ...]:
 
 
 def _packs_qkv(spec: RopeSpec) -> bool:
-    """Whether the query and the key lie in a packed qkv, token by token, as those of a server do; its v stays unwritten."""
+    """Whether query and key are parts of a qkv tensor that is packed token by token, as in a server; its v is not written."""
     return spec.appends or (spec.inplace and spec.positions == "ids" and spec.key_heads > 0)
 
 
 def _shape(spec: RopeSpec, size: RopeSize) -> tuple[int, ...]:
-    """The shape of x; with the key it holds, and v, or as rows of a query and then of a key.
+    """The shape of x, which may also hold the key and v: packed by token, or as rows of the query and then rows of the key.
 
-    Of MLA x has one dimension: all of kv, then all of k_pe; or all of their results' gradients.
+    For MLA x has one dimension: all of kv, then all of k_pe; or all gradients of their results.
     """
     if spec.splits:
         return (sum(_split_numbers(spec, size.tokens)[0]),)
@@ -67,14 +67,14 @@ def _shape(spec: RopeSpec, size: RopeSize) -> tuple[int, ...]:
 
 
 def _split_numbers(spec: RopeSpec, tokens: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of MLA: elements of what a call reads, kv and k_pe, and of what it writes, key and value; or of their gradients."""
+    """For MLA: elements that a call reads (kv, k_pe) and writes (key, value); or those of their gradients."""
     kv = tokens * spec.heads * (spec.kept_dim + spec.value_dim), tokens * spec.rotary_dim
     made = tokens * spec.heads * spec.head_dim, tokens * spec.heads * spec.value_dim
     return (made, kv) if spec.sums_heads else (kv, made)
 
 
 def _split_parts(spec: RopeSpec, call: RopeCall) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Of MLA: views of kv and k_pe in x, and of key and value in out, with the axes of the layout; or of their gradients."""
+    """For MLA: views of kv and k_pe in x, and of key and value in out, with the layout's axes; or of their gradients."""
     tokens = _axes(spec, call)
     kv = [(spec.heads, spec.kept_dim + spec.value_dim), (1, spec.rotary_dim)]
     made = [(spec.heads, spec.head_dim), (spec.heads, spec.value_dim)]
@@ -100,7 +100,7 @@ def _strides(spec: RopeSpec, size: RopeSize, heads: int, head_dim: int = 0) -> t
 
 
 def _split_strides(spec: RopeSpec, size: RopeSize) -> dict[str, Any]:
-    """Of MLA: the strides of what is read and written; those of the one head that all share lead nowhere."""
+    """For MLA: the strides of the tensors read and written; the head stride of k_pe is 0, since all heads share it."""
     wide, narrow = _strides(spec, size, spec.heads), _strides(spec, size, spec.heads, spec.value_dim)
     kv, (s, b, _, d) = (
         _strides(spec, size, spec.heads, spec.kept_dim + spec.value_dim),
@@ -113,17 +113,17 @@ def _split_strides(spec: RopeSpec, size: RopeSize) -> dict[str, Any]:
 
 
 def _table_rows(spec: RopeSpec, size: RopeSize) -> int:
-    """How many positions the angles have: what the call reaches."""
+    """Rows of the angle table: all positions that the call reaches."""
     reach = size.seq * (CP_SIZE if spec.context_parallel else 1)
     drawn = max(TABLE_ROWS, size.tokens)
     return {"ids": drawn, "axes": drawn, "order": reach}.get(spec.positions, reach + TABLE_ROWS)
 
 
 def _table(spec: RopeSpec, size: RopeSize, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Angles as a model has them: of the spec's kind and width."""
+    """A model's angles, of the spec's kind and width: (angles, None) or (cos, sin)."""
     pairs = spec.rotary_dim // 2
     dtype = getattr(torch, spec.angle_dtype)
-    if device == "meta":  # where arithmetic imports 900 modules, for 2 s of each compiler
+    if device == "meta":  # arithmetic on "meta" imports 900 modules, which costs each compiler process 2 s
         rows = 1 if spec.angles == "inv_freq" else _table_rows(spec, size)
         batch = (size.batch,) if spec.angles_per_batch else ()
         table = torch.empty(
@@ -142,7 +142,7 @@ def _table(spec: RopeSpec, size: RopeSize, device: str) -> tuple[torch.Tensor, t
 
 
 def _places(spec: RopeSpec, size: RopeSize, device: str, generator: torch.Generator | None) -> torch.Tensor | None:
-    """The tensor of positions that the spec speaks of, or None: ids in order where there are many, drawn where few."""
+    """The tensor of positions that the spec asks for, or None: many ids are in order, few are drawn."""
     if spec.positions in ("order", "shifted"):
         return None
     if spec.positions == "axes":
@@ -160,7 +160,7 @@ def _places(spec: RopeSpec, size: RopeSize, device: str, generator: torch.Genera
 
 
 def _grid(spec: RopeSpec, size: RopeSize, device: str, generator: torch.Generator | None) -> torch.Tensor:
-    """Positions with axes, int64 [axes, tokens]: of frames and patches in order where there are many, drawn where few."""
+    """Positions with axes, int64 [axes, tokens]: for many tokens frames and patches in order, for few drawn."""
     axes, shape = len(spec.sections), _tokens(spec, size)
     if size.tokens >= TABLE_ROWS and device != "meta":
         token = torch.arange(size.tokens, device=device).view(shape)
@@ -172,8 +172,9 @@ def _grid(spec: RopeSpec, size: RopeSize, device: str, generator: torch.Generato
 def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
     """One set of random inputs: x normal, angles those of a model; out not filled.
 
-    A key lies in the tensor of x: behind all of the query, or, in place where positions are given token by token, behind
-    the query of each token, and before its v. Beside a cache x is flat: such a qkv, then both caches. On the device "meta" nothing is allocated: enough to compile for.
+    A key lies in the tensor of x: behind all of the query, or, in place with positions given token by token, behind
+    each token's query and before its v. With a cache x is flat: such a qkv, then both caches. On the device "meta"
+    nothing is allocated, which is enough to compile.
     """
     dtype = getattr(torch, spec.dtype)
     generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
@@ -234,7 +235,7 @@ def inputs(spec: RopeSpec, size: RopeSize, device: str, seed: int) -> RopeCall:
 
 
 def _of_cache(spec: RopeSpec, size: RopeSize, device: str, generator: torch.Generator | None) -> dict[str, Any]:
-    """The fields of a call with a cache. Places of many tokens lie in a row within pages, as a prompt's do; of few anywhere."""
+    """The fields of a call with a cache. Many tokens have consecutive slots in pages, like a prompt; few have random slots."""
     pages, page_size, heads, dim = _pages(spec, size)
     slots = torch.zeros(size.tokens, dtype=torch.int64, device=device)
     if generator is not None:
@@ -265,7 +266,7 @@ def _of_norm(
     x: torch.Tensor,
     generator: torch.Generator | None,
 ) -> dict[str, Any]:
-    """The fields of a call with a norm: weights around 1, and what its gradient writes besides."""
+    """The fields of a call with a norm: weights around 1 (0 if zero-centered), and the further outputs of its gradient."""
     weights = [torch.empty(n, dtype=x.dtype, device=x.device) for n in weight_features(spec)]
     if generator is not None:
         for weight in weights:
@@ -289,7 +290,7 @@ def _of_given(
     strides: tuple[int, int, int, int],
     key_strides: tuple[int, int, int, int],
 ) -> dict[str, Any]:
-    """The fields of a gradient that reads what the forward read; of that of the angles also what it writes."""
+    """The fields of a gradient that reads the forward's input; for a gradient of the angles also its output."""
     given = x.new_empty(x.shape)
     if generator is not None:
         given.normal_(generator=generator)
@@ -309,7 +310,7 @@ def _features(spec: RopeSpec) -> tuple[list[int], list[int]]:
 
 
 def _entries(spec: RopeSpec) -> tuple[slice, slice]:
-    """Which entries of a row of angles are of the first, and of the second feature of each pair."""
+    """The entries of a row of angles that belong to the first, and to the second feature of each pair."""
     if spec.angle_entries == "pair":
         return slice(None), slice(None)
     if spec.interleaved:
@@ -343,7 +344,7 @@ def _turns(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _turns_of_axes(spec: RopeSpec, call: RopeCall, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine in float64 where each pair has a row of its own, [..., entries]."""
+    """Cosine and sine in float64, [..., entries], where each pair of a token may read another row of the angles."""
     one, two = _entries(spec)
     wide = rows
     if spec.angle_entries == "feature":
@@ -365,9 +366,9 @@ def _turns_of_axes(spec: RopeSpec, call: RopeCall, rows: torch.Tensor) -> tuple[
 def reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor]:
     """The result in float64, and the largest error that one rounding and float32 arithmetic may leave, per element.
 
-    The bound: half a unit in the last place of the result for the store, and in float32, for each of the two
-    products, 2 units in the last place for sine and cosine (CUDA's documented bound), one rounding each for the
-    product and the sum: 4 x 2^-24 of |first| + |second|; with a scaling one rounding more, and as large as it is.
+    The bound: half a unit in the last place of the result for the store; and in float32, for each of the two products,
+    2 units in the last place for sine and cosine (CUDA's documented bound), and one rounding each for the product and
+    the sum: 4 x 2^-24 of |first| + |second|. A scaling adds one rounding and multiplies this bound.
     """
     if spec.appends:
         return _cached_reference(spec, call)
@@ -385,7 +386,7 @@ def reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tenso
 def _rotate(  # noqa: PLR0913 - a tensor, its error, and where both go
     spec: RopeSpec, call: RopeCall, x: torch.Tensor, error: torch.Tensor, out: torch.Tensor, bound: torch.Tensor
 ) -> None:
-    """Write the features of x that rotate, and the bound of their errors; ``error`` is what x may be off before."""
+    """Write the rotated features of x to ``out`` and their error bound to ``bound``; ``error`` is the error bound of x."""
     cos, sin = _turns(spec, call)
     one, two = _entries(spec)
     (i_first, i_second), written = _features(spec), _features(spec)
@@ -410,7 +411,7 @@ def _rotate(  # noqa: PLR0913 - a tensor, its error, and where both go
 def _split_reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor]:
     """``reference`` of MLA's key and value, or of their transpose.
 
-    What is copied has no error. The sum over heads has one rounding of float32 for each head, of the sum of sizes.
+    Copied features have no error. The sum over heads has one float32 rounding for each head, of the absolute values' sum.
     """
     out = torch.zeros(call.out.shape, dtype=torch.float64, device=call.out.device)
     bound = torch.zeros_like(out)
@@ -437,7 +438,7 @@ def _split_reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torc
 def _normed_reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor]:
     """``reference`` of a call with a norm, or of the gradient of its input.
 
-    The bound: NORM_UNITS roundings of float32 before the rotation, and those of 16 bits that the spec asks for.
+    The bound: NORM_UNITS float32 roundings before the rotation, and the roundings to 16 bits that the spec asks for.
     """
     x = call.x.double()
     out, bound = x.clone(), torch.zeros_like(x)
@@ -471,13 +472,13 @@ def _normed_reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, tor
 
 
 def _rows_of(spec: RopeSpec, call: RopeCall, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Views of a flat tensor like x of a call with a cache: the query, the key and the value, [tokens, heads, head_dim]."""
+    """Views of query, key and value, [tokens, heads, head_dim], in a flat tensor like x of a call with a cache."""
     packed = x[: flat_rows(spec, call)].view(call.seq, spec.all_heads, spec.head_dim)
     return packed.split((spec.heads, spec.key_heads, spec.key_heads), 1)
 
 
 def _caches_of(spec: RopeSpec, call: RopeCall, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """The same of the caches, as numbers of a dtype: [pages, page_size, heads, head_dim]."""
+    """Views of both caches in that tensor, as numbers of a dtype: [pages, page_size, heads, head_dim]."""
     shape = (call.pages, call.page_size, spec.key_heads, spec.head_dim)
     if spec.cache_layout == "HND":
         shape = (shape[0], shape[2], shape[1], shape[3])
@@ -486,10 +487,10 @@ def _caches_of(spec: RopeSpec, call: RopeCall, x: torch.Tensor, dtype: torch.dty
 
 
 def _cached_reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """``reference`` of a call with a cache: of the flat tensor that holds the rows of all tokens and both caches.
+    """``reference`` of a call with a cache: the flat tensor of all tokens' rows and both caches.
 
-    What float8 numbers round to is known but where the error allowed before reaches past the middle of two: there, both are
-    allowed. They are looked at as numbers of the dtype of x, since they are in its memory.
+    A number has one right float8 rounding, unless its error bound reaches past the middle between two float8 numbers:
+    then both are allowed. The bytes are compared as numbers of the dtype of x, since the caches lie in the memory of x.
     """
     plain = dataclasses.replace(spec, cache="", cache_layout="NHD", key_inplace=False, key_heads=0)
     out, bound = call.x.double(), torch.zeros_like(call.x, dtype=torch.float64)
@@ -510,9 +511,9 @@ def _cached_reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, tor
             for whole, part in zip((out, bound), own, strict=True):
                 _caches_of(spec, call, whole, torch.float64)[at][places] = part[: len(slots)][kept]
         return out, bound
-    ends = call.x.clone(), call.x.clone()  # with the least and the largest numbers that the caches may hold
+    ends = call.x.clone(), call.x.clone()  # the least and the largest numbers that the caches may hold
     for at, ((number, off), scale) in enumerate(zip(rows, (call.key_scale, call.value_scale), strict=True)):
-        # The bound without the store's rounding to the dtype of x, which the cache does not see.
+        # The bound without the rounding to the dtype of x: numbers in the cache are not rounded to it.
         error = (off - number.abs() * UNIT_ROUNDOFF[spec.dtype] - SMALLEST[spec.dtype]).clamp_min(0.0)
         scaled, error = (t / (1.0 if scale is None else scale.double()) for t in (number, error))
         error = error + scaled.abs() * 2.0**-23  # of the division
@@ -531,7 +532,7 @@ def _cached_reference(spec: RopeSpec, call: RopeCall) -> tuple[torch.Tensor, tor
 
 
 def _tensors(spec: RopeSpec, call: RopeCall, x: torch.Tensor) -> list[torch.Tensor]:
-    """The query, and the key where there is one, in a tensor like x of a call, with the axes of the layout."""
+    """Views of the query, and of the key if there is one, in a tensor like x of a call, with the layout's axes."""
     parts = _parts(spec, call, x)
     if len(parts) == 1 and spec.key_heads:
         return list(parts[0].split((spec.heads, spec.key_heads), -2))
@@ -539,7 +540,7 @@ def _tensors(spec: RopeSpec, call: RopeCall, x: torch.Tensor) -> list[torch.Tens
 
 
 def _parts(spec: RopeSpec, call: RopeCall, x: torch.Tensor) -> list[torch.Tensor]:
-    """What of a tensor like x of a call rotates: the query, and the key where one lies in it, with the axes of the layout."""
+    """Views of the heads that rotate in a tensor like x: the query, and the key if it is there, with the layout's axes."""
     if x.ndim > 2:  # noqa: PLR2004 - not rows
         return [x[..., : spec.all_heads - spec.copied_heads, :]]
     tokens = _axes(spec, call)
@@ -572,7 +573,7 @@ def eager(spec: RopeSpec, call: RopeCall) -> Any:
     if spec.splits:
         (query, key), _ = _split_parts(spec, call)
         given = dataclasses.replace(call, x=query, key=key)
-    elif call.x.ndim > 2:  # noqa: PLR2004 - all that lies side by side is rotated alike
+    elif call.x.ndim > 2:  # noqa: PLR2004 - query and key are heads of one tensor, and are rotated alike
         given = dataclasses.replace(call, x=call.x[..., : spec.all_heads, :])
     else:
         query, key = _parts(spec, call, call.x)
@@ -583,8 +584,9 @@ def eager(spec: RopeSpec, call: RopeCall) -> Any:
 def bytes_moved(spec: RopeSpec, size: RopeSize) -> int:
     """Bytes that any implementation must move: x read and written once, the angles read once a position.
 
-    A norm's gradient reads the input too. Weights are nothing beside it. Of MLA: kv and k_pe read, key and value written. The gradient
-    of angles reads what of the input rotates, and writes the sums of each row of angles.
+    A norm's gradient also reads the forward's input; the weights are so few that they are not counted. MLA reads kv and
+    k_pe and writes key and value. The gradient of angles also reads the rotated features of the input, and writes the
+    sums for each row of angles.
     """
     if spec.splits:
         read, written = (sum(numbers) for numbers in _split_numbers(spec, size.tokens))
@@ -601,7 +603,7 @@ def bytes_moved(spec: RopeSpec, size: RopeSize) -> int:
 
 
 def _bytes_with_cache(spec: RopeSpec, size: RopeSize) -> int:
-    """``bytes_moved`` beside a cache: the query read and written, the key and the value read, places and what lies there written."""
+    """``bytes_moved`` with a cache: query read and written, key and value read, slots read, and the cache's rows written."""
     item, turned = ITEM_SIZE[spec.dtype], spec.head_dim if spec.normed else spec.rotary_dim
     rows = spec.key_heads * spec.head_dim
     token = (2 * spec.heads * turned + 2 * rows + (spec.key_heads * turned if spec.key_inplace else 0)) * item
@@ -633,15 +635,15 @@ def tensor_bytes(spec: RopeSpec, size: RopeSize) -> int:
 
 
 def small(size: RopeSize, variant: RopeVariant) -> RopeSize:
-    """So few tokens that the interpreter takes under a second, and a tile that is not full."""
+    """A size with so few tokens that the interpreter takes under a second, and with a tile that is not full."""
     return dataclasses.replace(size, batch=min(size.batch, 2), seq=min(size.seq, variant.block_tokens + 1))
 
 
-# What a variant does: programs, bytes, sines, threads; what a program takes at a time.
+# The work of a variant: programs, bytes, sines, threads; and the tile of a program.
 
 
 def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
-    """The one launch of the rotation."""
+    """The work of the one launch of the rotation."""
     spec, size = problem.spec, problem.size
     item, half = ITEM_SIZE[spec.dtype], half_block(spec)
     entries_per_pair = 2 if spec.angle_entries == "feature" else 1
@@ -650,7 +652,7 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     count = programs(spec, variant, seq, batch)
     tile_rows = variant.block_tokens * rows_at_once(spec, variant)
     tiles = count * (ceil_div(spec.all_heads, variant.block_heads) if spec.takes_all_heads else 1)
-    # Pairs, or half of what of a row is moved.
+    # Pairs that rotate, or half of the features that are moved of a row.
     moved = half_row(spec, variant.whole_rows) if spec.splits or variant.whole_rows else half
     return (
         Work(
@@ -670,11 +672,11 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
 
 
 def features(variant: RopeVariant) -> tuple[int, ...]:
-    """What a model of the time should see beside the knobs, in octaves: rows of a tile, and rows a warp."""
+    """Inputs of a model of the time besides the knobs, in octaves: rows of a tile, and rows a warp."""
     rows = variant.block_tokens * variant.block_heads
     return round(math.log2(rows)), round(math.log2(rows / variant.num_warps))
 
 
 def tile(spec: RopeSpec, variant: RopeVariant) -> tuple[int, int]:
-    """Rows of the tensor, and features of each that rotate, which a program takes at a time."""
+    """Rows of the tensor that a program takes at a time, and features of each row that rotate."""
     return variant.block_tokens * rows_at_once(spec, variant), spec.rotary_dim

@@ -1,4 +1,4 @@
-"""RoPE calls of any shape, drawn by a seed: for cards that nobody measured."""
+"""RoPE calls of any shape, drawn from a seed: for cards that nobody measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMON_DIMS = (64, 80, 96, 128, 256)
 
 
 def any_shape(draw: random.Random) -> Problem:
-    """A plain call, or one of a query and a key; sizes log-uniform, half of the head sizes those of models."""
+    """A call of one tensor, or of a query and a key; sizes log-uniform, half of the head sizes those of models."""
     dim = draw.choice(COMMON_DIMS) if draw.random() < 0.5 else 2 * between(draw, *PAIRS)  # noqa: PLR2004
     direction = draw.choice(DIRECTIONS)
     tokens, heads = between(draw, *TOKENS), between(draw, *HEADS)

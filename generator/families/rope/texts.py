@@ -28,14 +28,14 @@ def rope_specs() -> Iterator[RopeSpec]:
 
 
 def row_specs() -> Iterator[RopeSpec]:
-    """Those whose tiles may have whole rows, which halves of 16 bytes do not ask for."""
+    """The specs whose tiles may have whole rows: their half rows are no multiples of 16 bytes."""
     for spec in rope_specs():
         if not spec.interleaved:
             yield dataclasses.replace(spec, head_dim=36, rotary_dim=36)
 
 
 def norm_specs() -> Iterator[RopeSpec]:
-    """The same of rotations with a norm: forward in place and not, and its gradient."""
+    """Specs of rotations with a norm: forward out of place and in place, and the gradient."""
     ways = (("forward", False), ("forward", True), ("backward", False))
     for (direction, inplace), style, angles in itertools.product(ways, STYLES, ANGLES):
         call = RopeSpec("bshd", "bfloat16", 32, 128, 128, style=style, angles=angles, inplace=inplace, key_heads=8)
@@ -43,7 +43,7 @@ def norm_specs() -> Iterator[RopeSpec]:
 
 
 def mla_specs() -> Iterator[RopeSpec]:
-    """Those of MLA: its key and value, and their transpose; and a query whose pairs are put apart, in place and not."""
+    """Specs of MLA: key and value, and their transpose; and a query with deinterleaved pairs, out of place and in place."""
     key = RopeSpec("sbhd", "bfloat16", 128, 192, 64, rotated="last", value_dim=128)
     for direction, style, angles in itertools.product(DIRECTIONS, STYLES, ANGLES):
         yield dataclasses.replace(key, direction=direction, style=style, angles=angles)
@@ -53,14 +53,14 @@ def mla_specs() -> Iterator[RopeSpec]:
 
 
 def angle_gradient_specs() -> Iterator[RopeSpec]:
-    """Those of gradients of the angles."""
+    """Specs of gradients of the angles."""
     for style, angles in itertools.product(STYLES, ANGLES):
         call = RopeSpec("bshd", "bfloat16", 32, 128, 128, style=style, angles=angles, key_heads=8, direction="backward")
         yield dataclasses.replace(call, angle_gradient=True)
 
 
 def template(spec: RopeSpec) -> str:
-    """The template of the kernel of a rotation with more to it."""
+    """The template of a rotation with a norm, a cache, MLA or a gradient of the angles."""
     if spec.angle_gradient:
         return "rope_angle_gradient"
     if spec.splits:
@@ -69,14 +69,14 @@ def template(spec: RopeSpec) -> str:
 
 
 def append_specs() -> Iterator[RopeSpec]:
-    """The same of rotations whose key and value go to a cache, without and with a norm."""
+    """Specs of rotations whose key and value go to a cache, without and with a norm."""
     for norm, style, angles in itertools.product(("", "head"), STYLES, ANGLES):
         call = RopeSpec("thd", "bfloat16", 32, 128, 128, style=style, angles=angles, inplace=True, key_heads=8)
         yield dataclasses.replace(call, norm=norm, cache="same")
 
 
 def texts() -> Iterator[Text]:
-    """The rotations, and the table that a launcher is probed with."""
+    """The texts of all rotations, and of the table kernel that probes a launcher."""
     for spec in rope_specs():
         yield "rope", kernel_name(spec, RopeVariant()), spec, RopeVariant(), True
     for spec in itertools.chain(norm_specs(), mla_specs(), append_specs(), angle_gradient_specs()):
@@ -87,17 +87,17 @@ def texts() -> Iterator[Text]:
     yield "rope_table", PROBE_KERNEL, next(rope_specs()), RopeVariant(), True
 
 
-# How a winner is shown: what a caller gives, and the launches, as Python text.
+# How a winner is shown: the caller's arguments and the launches, as Python text.
 
 SHAPES = {"sbhd": "seq, batch", "bshd": "batch, seq", "thd": "tokens"}
-DIMS = {"sbhd": "sbhd", "bshd": "bshd", "thd": "shd"}  # a letter a dimension
+DIMS = {"sbhd": "sbhd", "bshd": "bshd", "thd": "shd"}  # a letter for each dimension
 
 
 def wrapper(winner: Winner, shown: Shown) -> str:
     """The function of a rotation of one tensor, and of its gradient.
 
     Raises:
-        RecordError: the call is complete; what its kernel takes besides is not written out.
+        RecordError: the call is a complete one; its kernel's further arguments are not written out.
     """
     spec, variant = winner.spec, winner.variant
     if not spec.plain:
@@ -156,7 +156,7 @@ def wrapper(winner: Winner, shown: Shown) -> str:
     options = [f"PER_FEATURE={first}.shape[1] == {spec.rotary_dim}", *(["SEARCH_STEPS=steps"] if spec.packed else [])]
     of_rows = f"(*{x}.stride()[:-1], *out.stride()[:-1])"
     for name, strides in (("MULTIPLE", of_rows), ("ANGLE_MULTIPLE", f"{first}.stride()[:1]")):
-        # What divides the strides of the problem need not divide a caller's.
+        # A number that divides the problem's strides need not divide a caller's.
         if (multiple := shown.launch.constants[name]) > 1:
             lines.append(f"    {name.lower()} = 1 if any(s % {multiple} for s in {strides}) else {multiple}")
             options.append(f"{name}={name.lower()}")
@@ -165,5 +165,5 @@ def wrapper(winner: Winner, shown: Shown) -> str:
 
 
 def group(spec: RopeSpec) -> str:
-    """Which of GROUPS a call is of."""
+    """The group of GROUPS that a call belongs to."""
     return "in place" if spec.inplace else spec.direction

@@ -1,1 +1,1 @@
-"""One page that shows what a device's record, journal and benchmark results say."""
+"""One HTML page that shows a device's record, journal and benchmark results."""

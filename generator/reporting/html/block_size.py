@@ -11,7 +11,7 @@ from .charts import Chart, Frame, line_chart
 
 
 def block_charts(answer: Answer) -> list[Chart]:
-    """A chart a measure of the block: what its best variant costs, in the median problem and in nine of ten."""
+    """A chart for each measure of the block: the cost of its best variant, in the median problem and in nine of ten."""
     charts = []
     for measure, costs in answer.curves.items():
         shown = {v: c for v, c in costs.items() if c.problems >= answer.problems / 2}
@@ -39,7 +39,8 @@ def block_charts(answer: Answer) -> list[Chart]:
 def block_answer(answer: Answer, untuned: Sequence[float], small: tuple[Answer | None, Answer | None]) -> str:
     """How to choose a block size, in one paragraph of measured sentences.
 
-    ``untuned`` are the default's times over the winner's; ``small`` the answers for the calls that fit in L2 and for the others.
+    ``untuned`` are ratios of the default's time to the winner's; ``small`` are the answers for the calls that fit in L2
+    and for the other calls.
     """
     best = answer.rules[0]
     lead = {

@@ -1,4 +1,4 @@
-"""Where the marks of a chart go: numbers in, pixels and words out; the page's template draws them."""
+"""The places of a chart's marks: numbers in, pixels and words out; the page's template draws them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-STRIP = 26  # pixels of height a row of points
+STRIP = 26  # height of a row of points in pixels
 LABEL_GAP = 13.0  # pixels between the middles of two labels at the ends of lines
 Tick = tuple[float, str]  # a place on an axis, in pixels, and its label
 
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """A point, with what it says when pointed at."""
+    """A point, with the text that it shows when pointed at."""
 
     x: float
     y: float
@@ -47,10 +47,10 @@ class Frame:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """One drawing, in pixels of its own that the page scales."""
+    """One drawing, in its own pixels, which the page scales."""
 
     title: str
-    summary: str  # what a reader who cannot see it should know
+    summary: str  # for a reader who cannot see the drawing
     x_label: str
     y_label: str
     frame: Frame
@@ -58,7 +58,7 @@ class Chart:
     y_ticks: list[Tick]
     series: list[Series]
     rule_at: float | None = None  # height of a horizontal line of reference
-    rule_across: float | None = None  # place of a vertical one
+    rule_across: float | None = None  # place of a vertical line of reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +72,14 @@ class Axis:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """The pixel of a value, or of the nearest that the axis shows."""
+        """The pixel of a value, or of the nearest value that the axis shows."""
         scale: Callable[[float], float] = math.log if self.log else float
         low, here, high = map(scale, (self.low, min(max(value, self.low), self.high), self.high))
         return round(self.start + (here - low) / (high - low) * (self.end - self.start), 1)
 
 
 def apart(places: Sequence[float], gap: float = LABEL_GAP, lowest: float = math.inf) -> list[float]:
-    """The places moved, as little as a pass down and a pass up need, until none is nearer to the next than ``gap``."""
+    """The places, moved by a pass down and a pass up so that neighbours are at least ``gap`` apart."""
     order = sorted(range(len(places)), key=places.__getitem__)
     moved = list(places)
     for before, here in itertools.pairwise(order):
@@ -101,7 +101,7 @@ def line_chart(  # noqa: PLR0913 - what a chart is made of
     log: bool,
     frame: Frame | None = None,
 ) -> Chart:
-    """Lines over powers of two, each named at its end; ``lines`` are (kind, name, points), ``labels`` those of x and y."""
+    """Lines over powers of two, each named at its end; ``lines`` are (kind, name, points), ``labels`` are (x, y)."""
     frame = frame or Frame()
     xs = sorted({x for *_, points in lines for x, _ in points})
     x_axis = Axis(xs[0], max(xs[-1], xs[0] * 2), frame.left + 10, frame.right - 8, log=True)
@@ -134,7 +134,7 @@ def scatter(  # noqa: PLR0913 - what a chart is made of
     y_ticks: Sequence[float],
     rule: float,
 ) -> Chart:
-    """Points over bytes on a logarithmic axis; ``groups`` are (kind, name, [(x, y, title)]), ``rule`` a line across."""
+    """Points over bytes on a logarithmic axis; ``groups`` are (kind, name, [(x, y, title)]), ``rule`` the y of a line."""
     frame = Frame(width=1080, height=320, right=1070.0)
     xs = [x for *_, points in groups for x, _, _ in points]
     low, high = 2.0 ** math.floor(math.log2(min(xs))), 2.0 ** math.ceil(math.log2(max(xs) * 1.01))
@@ -154,7 +154,7 @@ def scatter(  # noqa: PLR0913 - what a chart is made of
 def strips(
     title: str, summary: str, x_label: str, rows: Sequence[tuple[str, Sequence[tuple[float, str]], float]]
 ) -> Chart:
-    """A row of points a name, on one logarithmic axis, with their mean; ``rows`` are (name, [(x, title)], mean)."""
+    """A row of points for each name, on one logarithmic axis, with the mean; ``rows`` are (name, [(x, title)], mean)."""
     bottom = 12.0 + STRIP * len(rows)
     frame = Frame(width=1080, height=round(bottom) + 44, left=215.0, right=1070.0, bottom=bottom)
     values = [x for _, points, _ in rows for x, _ in points]
@@ -171,12 +171,12 @@ def strips(
 
 
 def number(value: float) -> str:
-    """Three digits, or all those before the point."""
+    """A number with three digits, or with all digits before the point if there are more."""
     return f"{value:,.{max(0, 3 - len(str(int(abs(value)))))}f}"
 
 
 def _named(value: float, units: Mapping[str, int]) -> str:
-    """A value in the largest unit that leaves at least one."""
+    """A value in the largest unit in which it is at least one."""
     unit = next((unit for unit, size in units.items() if value >= size), list(units)[-1])
     return f"{value / units[unit]:g}{unit}"
 

@@ -1,4 +1,4 @@
-"""What the page shows, computed from the record, the histories and the benchmark results; nothing is drawn here."""
+"""The contents of the page, computed from the record, the histories and the benchmark results; nothing is drawn here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LINES = {
     "torch.jit.script": "c",
     "eager PyTorch": "d",
 }  # the lines of a sweep -> their kind in the style sheet
-GROUP_KINDS = ("ours", "a", "b", "d", "c")  # of the style sheet, for groups of calls in their order
+GROUP_KINDS = ("ours", "a", "b", "d", "c")  # kinds in the style sheet, for groups of calls in order
 REASON = 240  # characters of a failure's reason that are shown
 
 
@@ -60,10 +60,10 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """How many times as fast as a peer."""
+    """How many times as fast as one peer this project is, call by call."""
 
     name: str
-    ratios: list[tuple[float, str]]  # peer's time / ours, and which call
+    ratios: list[tuple[float, str]]  # (peer's time / ours, call)
     mean: float  # geometric
 
     @property
@@ -89,7 +89,7 @@ def winner_rows(winners: Iterable[Winner]) -> list[Row]:
 
 
 def floor_chart(rows: Sequence[Row]) -> Chart | None:
-    """Percent of the floor against bytes moved, a point a problem."""
+    """Percent of the floor against bytes moved, a point for each problem."""
     if not rows:
         return None
     groups: dict[str, list[tuple[float, float, str]]] = collections.defaultdict(list)
@@ -149,7 +149,7 @@ def _sweep(rows: list[dict[str, Any]], direction: str, shape: str, ticks: list[f
 
 
 def peers(results: dict[str, Any] | None) -> list[Peer]:
-    """Speed-ups over every peer, on the device, sweeps left out; the best peer of each call first."""
+    """Speed-ups over every peer in device time, without sweeps; "the fastest peer" of each call comes first."""
     if results is None:
         return []
     ratios: dict[str, list[tuple[float, str]]] = collections.defaultdict(list)
@@ -166,7 +166,7 @@ def peers(results: dict[str, Any] | None) -> list[Peer]:
 
 
 def peers_chart(found: Sequence[Peer]) -> Chart | None:
-    """A strip a peer: every call a point."""
+    """A strip for each peer, with a point for each call."""
     if not found:
         return None
     return strips(
@@ -204,6 +204,6 @@ def environments(winners: Iterable[Winner]) -> list[tuple[str, list[tuple[str, i
 
 
 def read_results(folder: Path, device: str) -> list[tuple[str, dict[str, Any]]]:
-    """The benchmark results of a device with where they stand; none is no error."""
+    """The benchmark results of a device as (path, content); empty if there are none."""
     path = folder / f"{device}.json"
     return [(str(path.relative_to(folder.parent.parent)), json.loads(path.read_text()))] if path.exists() else []

@@ -28,18 +28,18 @@ HERE = Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """What a page is made from; whatever is empty is said to be missing."""
+    """The data of a page; the page says of each empty part that it is missing."""
 
     device: str
     winners: Sequence[Winner] = ()
     trials: Sequence[History] = ()  # of the journal
     landscapes: Sequence[History] = ()
-    results: Sequence[tuple[str, dict[str, Any]]] = ()  # of benchmarks: where they stand, and what they say
-    summary: dict[str, Any] | None = None  # README's calls, by their names
+    results: Sequence[tuple[str, dict[str, Any]]] = ()  # of benchmarks: (path, content)
+    summary: dict[str, Any] | None = None  # name of a call in README -> its measurement
 
 
 def collect(device: str, folder: Path | None, journal: Journal | None) -> Sources:
-    """What there is of a device; ``folder`` has its record if it is not the package's.
+    """All data of a device; ``folder`` has its record if the record is not the package's.
 
     Raises:
         tuned.lookup.record.RecordError: the record cannot be read.
@@ -58,7 +58,7 @@ def collect(device: str, folder: Path | None, journal: Journal | None) -> Source
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What was learned of one family."""
+    """The section of one family: its knobs and how to choose a block size."""
 
     family: str
     source: str
@@ -103,7 +103,7 @@ def page(sources: Sources) -> str:
 
 
 def _histories(family: str, sources: Sources) -> list[History]:
-    """A family's landscapes, which are whole, or else what its searches tried."""
+    """A family's landscapes, which have every legal variant, or else the variants that its searches tried."""
     whole = [h for h in sources.landscapes if h.problem.family == family]
     return whole or [h for h in sources.trials if h.problem.family == family]
 
@@ -126,7 +126,7 @@ def _study(family: str, sources: Sources, rows: Sequence[contents.Row]) -> Study
 
 
 def _by_size(histories: Sequence[History], rows: Sequence[contents.Row]) -> tuple[Answer | None, Answer | None]:
-    """The answers for the calls whose bytes fit in the L2 of the device, and for the others."""
+    """The answers for the calls whose bytes fit in the device's L2, and for the other calls."""
     l2_bytes = max((int(r.winner.environment.get("l2_bytes") or 0) for r in rows), default=0)
 
     def fits(problem: Problem) -> bool:

@@ -1,4 +1,4 @@
-"""The few figures at the head of the page: each says what it is of, how many it counts and what it is compared with."""
+"""The few figures at the head of the page, each with what it measures, how many calls it counts and what it compares with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .contents import Peer, Row
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A figure, what it is, and what one must know to read it."""
+    """A figure, its label, and a note on how to read it."""
 
     value: str
     label: str
@@ -29,7 +29,7 @@ def read_summary(folder: Path, device: str) -> dict[str, Any] | None:
 
 
 def tiles(rows: Sequence[Row], peers: Sequence[Peer], summary: dict[str, Any] | None) -> list[Tile]:
-    """README's calls first, then what the record says of its winners; nothing without winners."""
+    """The tiles of README's calls, then those of the record's winners; none if there are no winners."""
     if not rows:
         return []
     return [*_readme(summary or {}), *_floor(rows), *_peers(peers), *_untuned(rows)]
@@ -51,7 +51,7 @@ def _readme(calls: dict[str, Any]) -> list[Tile]:
 def _floor(rows: Sequence[Row]) -> list[Tile]:
     first = next(iter(WORKLOADS.values()))
     own = [row for row in rows if row.winner.family == first.family.name]
-    # Of a recurrence the floor says little: it waits for its steps, and README gives it none.
+    # For a recurrence the floor says little, since it waits for its steps; README gives no floor for it either.
     which, counted = (f" {first.title}", own) if own and len(own) < len(rows) else ("", rows)
     lowest = min(counted, key=lambda row: row.percent)
     note = "100% is a copy of the bytes that must move; small calls pass it"
