@@ -11,13 +11,14 @@ Which kernel a call gets:
    rule was chosen by leave-one-out regret (``python tune.py regret``); its figures are in each table.
    Rows of another GPU count too, if it has as many multiprocessors of the same kind; of equally near rows, those of
    this GPU win.
-   (2b) If no row of this GPU covers such a call, not even to say that PyTorch is as fast, the table of the most similar
-   GPU is searched in the same way; features that this GPU lacks are taken out of its variants.
+   (2b) If no row of this GPU covers such a call, not even to say that PyTorch is as fast, the tables of other GPUs
+   are searched in the same way, the most similar first; features that this GPU lacks are taken out of its variants.
    (2c) The same with the portfolio of the architecture: ``tuned/tables/_portfolio.py``.
    A GRU over sequences uses a model of its time instead (``tuned.lookup.model``). The rows of its spec and batch serve
    every length. For any other shape the model picks among all variants that fit the GPU; near a row, it replaces the
    row's variant only by one that is much better. PyTorch's operator serves where its time, measured or modelled, is
-   less. Outside of CUDA graphs it also replaces variants that launch a kernel for each step.
+   less. Outside of CUDA graphs it also replaces most variants that launch a kernel for each
+   step, since a call waits for the host there.
 3. The default variant of the spec and size: for RoPE the best tile by a rule of thumb, within 3 percent of the best of all
    in the median.
 4. Eager PyTorch, for: tensors on a CPU; dtypes that no kernel takes; no Triton; a single step or a linear that needs a
@@ -105,8 +106,8 @@ def rope(  # noqa: PLR0913 - the arguments of its peers
     sequence plus offset, or its entry in positions.
 
     Args:
-        x: ``[b, s, h, d]`` (bshd), ``[s, b, h, d]`` (sbhd) or ``[t, h, d]`` (thd), any strides, float32, float16 or
-            bfloat16 on a GPU; anything floating point on a CPU.
+        x: ``[b, s, h, d]`` (bshd), ``[s, b, h, d]`` (sbhd), ``[t, h, d]`` (thd) or ``[b, h, s, d]`` (bhsd), any strides, float32,
+            float16 or bfloat16 on a GPU; anything floating point on a CPU.
         freqs: angles in radians, float32, ``[rows, entries]`` or ``[rows, 1, 1, entries]``, one row per position.
         cos: cosines of the angles, any float dtype, shaped like freqs, or ``[b, rows, entries]``; together with sin.
         sin: sines of the angles, like cos.
@@ -688,8 +689,8 @@ def gru_cell(  # noqa: PLR0913 - the arguments of torch.gru_cell
         weight_hh: ``[3 * hidden, hidden]``.
         bias_ih: ``[3 * hidden]``, or None together with bias_hh.
         bias_hh: ``[3 * hidden]``, or None together with bias_ih.
-        inplace: overwrite h and return it, by two GEMMs and a kernel for the gates, which starts after both GEMMs have
-            read h.
+        inplace: overwrite h and return it. Two GEMMs read h before a kernel for the gates overwrites it; with resets the step
+            runs out of place and its result is copied.
         resets: bool ``[batch]``, on the device of h: the rows whose state is taken as 0.
 
     Returns:

@@ -66,7 +66,7 @@ def warm(model: Any = None, /, *example_inputs: Any, processes: int | None = Non
     Args:
         model: a module or any other function; or problems.
         example_inputs: arguments of the call; their sizes matter as far as they decide which kernel serves.
-        processes: how many processes compile beside this one at most; by default one for each other core. 0: none.
+        processes: how many processes compile beside this one at most; by default one for each other core, 32 at most. 0: none.
         example_kwargs: keyword arguments of the call.
 
     Returns:

@@ -22,7 +22,6 @@ OVER = 6.0  # how much worse it is to predict too long a time for PyTorch's oper
 ROUNDS = 60  # of fitting, each with weights from the errors of the round before
 PARTS = 11  # of the hidden sizes; one part is left out at a time
 LEAST_CHOICE = 4  # measured kernels that a problem must have for a regret
-LEAST_STEPS = 32  # shorter sequences spend most time on starting their kernels, which varies
 
 
 def least_squares(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:

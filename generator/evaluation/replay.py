@@ -96,7 +96,7 @@ class _Gpu:
         return Measured(self._timing(variant, self.noise), 0.5)
 
     def compare(self, variants: list[Any]) -> list[Compared]:
-        """One time each, with half a trial's noise, as of five interleaved timings; a landscape tells no spread, nor ``behind``."""
+        """One time each, with half a trial's noise, as of five interleaved timings (the tuner takes six); a landscape tells no spread, nor ``behind``."""
         return [Compared(((self._timing(v, self.noise / math.sqrt(5)).median_us,),)) for v in variants]
 
 
@@ -266,7 +266,7 @@ class Strategy:
 
     run: Callable[[Landscape, int], Replay]
     every: int = 1  # 3: on every third landscape
-    plain: bool = False  # a sampler of Optuna as it comes
+    plain: bool = False  # a sampler of Optuna as it comes, or one that is slow: replayed for few seeds
 
 
 def strategies(landscapes: Sequence[Landscape]) -> dict[str, Strategy]:
@@ -282,7 +282,7 @@ def strategies(landscapes: Sequence[Landscape]) -> dict[str, Strategy]:
         "Optuna TPE": Strategy(lambda x, s: plain(x, samplers.TPESampler(seed=s, multivariate=True)), 3, plain=True),
     }
     if importlib.util.find_spec("scipy"):  # Optuna does not install it
-        # A tenth to a third of a second a proposal, and more the more it has seen: to the last mark only.
+        # A tenth to a third of a second a proposal, and more the more it has seen: few seeds, and "Optuna GP" to the last mark only.
         found["Optuna GP over the pool"] = Strategy(
             lambda x, s: pooled(x, samplers.GPSampler(seed=s, n_startup_trials=STARTUP), s), 3, plain=True
         )

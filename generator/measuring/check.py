@@ -33,7 +33,7 @@ def check(
     """The worst error over its bound, if everything else about the result is right too.
 
     Args:
-        out: the guarded output, poisoned with NaN before the run.
+        out: the guarded output; out of place, poisoned with NaN before the run.
         wanted: the float64 reference.
         bound: the largest error allowed, per element.
         inputs: name -> (tensor after the run, clone from before it), for tensors that must not change.
@@ -66,7 +66,7 @@ def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.devi
 
 
 def canary(dtype: torch.dtype) -> float:
-    """CANARY, or where a dtype has none such the least that it has."""
+    """CANARY, or the least value of a dtype that cannot hold it; True for bool."""
     if dtype == torch.bool:
         return True
     limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
@@ -74,7 +74,7 @@ def canary(dtype: torch.dtype) -> float:
 
 
 def poison(dtype: torch.dtype) -> float:
-    """NaN, or where a dtype has none the most that it has."""
+    """NaN, or the greatest value of a dtype without NaN; False for bool."""
     if dtype == torch.bool:
         return False
     return math.nan if dtype.is_floating_point else torch.iinfo(dtype).max

@@ -111,7 +111,8 @@ def seeds_for(
         return family.distance(winner.spec, problem.spec), octaves, winner.name
 
     ranked = sorted((w for w in winners if w.family == problem.family and legal(w.variant)), key=unlike)
-    whole = [v for v in _leaders().get(problem, ()) if legal(v)]
+    # Each device with landscapes of the problem adds some; at least half of the seeds are winners of neighbours.
+    whole = list(dict.fromkeys(v for v in _leaders().get(problem, ()) if legal(v)))[: MAX_SEEDS // 2]
     near = list(dict.fromkeys(winner.variant for winner in ranked))[: MAX_SEEDS - len(whole)]
     return list(dict.fromkeys([*near, *whole]))
 

@@ -1,1 +1,1 @@
-"""What is kept of measurements: trials, winners, landscapes, and the problems that models ran."""
+"""What is kept of measurements: trials, winners, landscapes, and samples of variants on single problems."""

@@ -1,7 +1,6 @@
 """The calls of vllm-project/vllm: ``rotary_embedding``, ``fused_qk_norm_rope`` and ``reshape_and_cache_flash`` of ``vllm._custom_ops``.
 
-The first two differ from vLLM's in three ways: positions may be int32; tensors may have any strides that allow a view
-by heads; and a position past the cache gives NaN on a GPU (vLLM reads past the cache) and an error on a CPU.
+The first two differ from vLLM's in three ways: positions may be int32; tensors may have any strides; and a position past the cache gives NaN on a GPU (vLLM reads past the cache) and an error on a CPU.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ def rotary_embedding(  # noqa: PLR0913 - the arguments of vLLM
     Args:
         positions: int32 or int64, ``[tokens]`` or ``[batch, seq]``: rows of the cache.
         query: ``[tokens, heads * head_size]`` or ``[tokens, heads, head_size]``; with positions ``[batch, seq]``, these
-            two axes replace tokens. Strides are free, but the features of a token that are one axis must be so in
-            memory.
+            two axes replace tokens. Any strides.
         key: like query, any number of heads; or None.
         head_size: features of a head.
         cos_sin_cache: ``[rows, rotary_dim]``, cosines of the pairs, then their sines, any float dtype.
@@ -139,7 +137,7 @@ def fused_qk_norm_rope(  # noqa: PLR0913 - the arguments of vLLM
         )
     try:
         packed = qkv.view(qkv.shape[0], heads, head_dim)
-    except RuntimeError:  # strides that allow no such view, or no strides at all
+    except RuntimeError:  # a tensor without strides
         check_dense({"qkv": qkv})
         raise
     qk_norm_rope(
@@ -220,6 +218,6 @@ def _by_head(tensor: torch.Tensor, positions: torch.Tensor, head_size: int, name
     except (TypeError, RuntimeError):
         # An array, or a tensor without strides: checked only after the failure, since a check would cost each call time.
         check_dense({name: tensor})
-        if isinstance(tensor, torch.Tensor):  # its strides allow no view by heads
+        if isinstance(tensor, torch.Tensor):  # a dense one: not an error of ours
             raise
         raise no_tensor(**{name: tensor}) from None

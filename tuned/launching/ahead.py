@@ -57,7 +57,7 @@ def compile_ahead(noted: Iterable[Noted], processes: int | None = None) -> Compi
 
     Args:
         noted: the launches.
-        processes: at most how many processes compile beside this one; by default as many as there are other cores.
+        processes: at most how many processes compile beside this one; by default as many as there are other cores, and MOST_PROCESSES at most.
 
     Raises:
         Exception: what the launch itself would raise, of Triton's compiler or of a kernel that does not fit the GPU.

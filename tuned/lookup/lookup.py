@@ -36,7 +36,9 @@ class Choice:
     why: str  # a sentence
     variant: Any
     row: Row | None = None  # the row that the choice comes from
-    gpu: Gpu | None = None  # the GPU of the call; None for eager, unless rows or a model prefer PyTorch's operator
+    gpu: Gpu | None = (
+        None  # the GPU of the call; None for eager, unless this GPU's rows or a model prefer PyTorch's operator
+    )
     us: float = 0.0  # estimated microseconds of the call; 0 if there is no estimate
 
 

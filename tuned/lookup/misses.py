@@ -36,7 +36,7 @@ class TunedWarning(RuntimeWarning):
 
 
 def note(family: Family, spec: Any, size: Any, choice: Choice) -> None:
-    """Note a call that a kernel serves, unless a row was measured for it on this GPU.
+    """Note a call, unless the row that was measured for it on this GPU names its kernel.
 
     Warns TunedWarning at the first call on a GPU that has no row at all. Appends the problem to the file that
     TUNED_RECORD names, each problem once per process.

@@ -664,3 +664,15 @@ def test_seeds_are_legal_near_and_few(tmp_path: Path) -> None:
     assert incumbent_of(LARGE, winners) == winners[0].variant
     stale = dataclasses.replace(winners[0], digests=dict.fromkeys(winners[0].digests, "another"))
     assert incumbent_of(LARGE, [stale]) is None
+
+
+def test_landscapes_of_many_devices_leave_room_for_neighbours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = Run([LARGE])
+    tune_all(run, tools(FakeWorker(rope_cost), tmp_path), Orders(run.problems, 20, folder=tmp_path / "out"))
+    pool = list(legal_pool(LARGE, 90).variants)
+    winners = [dataclasses.replace(run.winners[0], name=str(i), variant=v) for i, v in enumerate(pool[:20])]
+    whole = pool[20:32]  # of four devices
+    monkeypatch.setattr("generator.searching.pool._leaders", lambda: {LARGE: whole + whole})
+    seeds = seeds_for(LARGE, winners, 90)
+    assert len(seeds) == MAX_SEEDS
+    assert seeds[MAX_SEEDS // 2 :] == whole[: MAX_SEEDS // 2]

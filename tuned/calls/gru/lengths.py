@@ -60,7 +60,7 @@ def known_sizes(batch_sizes: Any) -> bytes | None:
 def neighbours(lengths: Lengths, tokens: int) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]:
     """For each direction (each token's sequence, whether its step is the first, the token of the step before); packed or "thd".
 
-    Of a token that no sequence has, its own are given.
+    For a token that is of no sequence the indices are in range and mean nothing.
     """
     starts, counts = lengths.starts, lengths.lengths
     assert starts is not None, "sequences of one length have no starts"

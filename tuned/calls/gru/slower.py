@@ -29,7 +29,7 @@ CALLED_STEPS, OTHER_STEPS, CAPTURED_STEPS = {2: 28, 4: 32}, 56, 8
 ONE_LAUNCH_ROWS, ONE_LAUNCH_SAVES_US = 128, 70.0
 # By how much kernels must lead where torch.gru computes the output, so that the backward multiplies the input by its weights again.
 BEGUN_LEAD = 1.5
-# nn.GRU takes at most this multiple of the model's estimate of its forward for its backward, with up to 128 rows.
+# nn.GRU's backward takes at most this multiple of the model's estimate of its forward; measured with up to 128 rows.
 BACKWARD_TAKES = 2.0
 # Time of a slow host for a training call, in us: once, and for each layer and direction, of which cuDNN has one launch each; the
 # forward and the backward by kernels are several launches and products each. A row is of another size, so kernels must lead by

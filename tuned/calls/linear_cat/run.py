@@ -43,7 +43,7 @@ HOST_US = 15.0  # host time of a cat and a linear by PyTorch; 19 to 34 on the ho
 MOMENTS = misses.Moments(LINEAR_CAT, as_called(LINEAR_CAT, HOST_US, CALLED_ROWS))
 _grad_enabled = torch.is_grad_enabled
 _autocast = torch.is_autocast_enabled
-_cat: Any = torch.cat  # of a list or a tuple; from any other sequence ``run_linear_cat`` makes one
+_cat: Any = torch.cat  # of a list or a tuple
 _linear = torch.nn.functional.linear
 
 

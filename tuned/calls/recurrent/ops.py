@@ -1,8 +1,10 @@
 """Operators of torch.library: ``tuned::gru``, ``tuned::gru_cell``, ``tuned::linear_cat``.
 
-torch.compile and, on a GPU, dispatch modes see these operators; other calls do not use them. For one layer
-``tuned::gru_backward`` computes gradients from the saved output, as a call that is not traced does. For several layers in one
-operator it computes the recurrence again with PyTorch's own operators, and so does ``tuned::gru_cell_backward``. The backwards
+torch.compile and dispatch modes see these operators; other calls do not use them. On a CPU a mode sees ``tuned::gru`` alone,
+and only where lengths or resets are given.
+
+For one layer ``tuned::gru_backward`` computes gradients from the saved output, as a call that is not traced does. For several
+layers in one operator it computes the recurrence again with PyTorch's own operators, and so does ``tuned::gru_cell_backward``. The backwards
 have no gradient themselves. No operator draws random numbers: dropout is applied between them.
 """
 

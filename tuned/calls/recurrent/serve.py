@@ -52,7 +52,7 @@ def by_operator(tensors: Sequence[torch.Tensor | None], *, reads: bool = False) 
     """Whether a checked call runs as an operator of torch.library: under torch.compile and under dispatch modes.
 
     A launch would bypass a mode, which would then record memory that nothing has written. Tensors on a CPU are served by
-    PyTorch's own operators in any case. So are calls under torch.export, whose programs run without this package, and calls
+    PyTorch's own operators, unless ``reads``. So are calls under torch.export, whose programs run without this package, and calls
     under transforms of torch.func, which our operators do not support.
 
     ``reads``: PyTorch's operators read values, such as those of lengths and resets, which a tracer would take for constants. So the

@@ -127,7 +127,9 @@ class Settings(NamedTuple):
 class Prepared(NamedTuple):
     """A checked call."""
 
-    spec: RopeSpec | None  # None if no kernel takes the dtype of x, or x and key differ in the stride of head_dim
+    spec: (
+        RopeSpec | None
+    )  # None if no kernel takes the dtype of x, or two tensors (but MLA's) differ in the stride of head_dim
     size: RopeSize
     call: RopeCall
     eager_spec: RopeSpec  # for eager PyTorch, which ignores its dtype

@@ -465,8 +465,8 @@ def default_variant(spec: GruSpec, size: GruSize | None = None) -> GruVariant:
 def distance(a: GruSpec, b: GruSpec) -> float:
     """The distance between two specs, in octaves.
 
-    Octaves of the hidden size count 2 each, octaves of layers * directions 1; another item size counts 1, and each other
-    difference a half.
+    Octaves of the hidden size count 2 each, octaves of layers * directions 1; another item size counts 1. Resets count
+    nothing; each other difference counts a half.
     """
     octaves = abs(next_power_of_2(a.hidden).bit_length() - next_power_of_2(b.hidden).bit_length())
     sets = abs((a.layers * a.directions).bit_length() - (b.layers * b.directions).bit_length())

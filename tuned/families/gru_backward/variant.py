@@ -125,7 +125,7 @@ def _tile_rejection(spec: GruSpec, variant: GruVariant, capability: int) -> str 
 
 
 def default_variant(spec: GruSpec, size: GruSize | None = None) -> GruVariant:
-    """A legal variant for any spec and size.
+    """A variant for any spec and size that is legal on an H200; without a size, on every GPU if there is one.
 
     Waiting for messages and reading them takes the time of a step. So of the variants that fit the multiprocessors of an H200 it
     is the one with the fewest rows a program, then the fewest turns; then tiles of 16 units and more come before smaller ones.
@@ -163,8 +163,8 @@ def sized(variant: GruVariant, spec: GruSpec, size: GruSize, multiprocessors: in
 def distance(a: GruSpec, b: GruSpec) -> float:
     """The distance between two specs, in octaves.
 
-    Octaves of the hidden size count 2 each; both directions for one count 1, another item size 1, and each other
-    difference a half.
+    Octaves of the hidden size count 2 each; both directions for one count 1, another item size 1. Resets count
+    nothing; each other difference counts a half.
     """
     others = (a.layout != b.layout, a.bias != b.bias, a.dtype != b.dtype, a.precision != b.precision)
     octaves = 2 * abs(math.log2(a.hidden / b.hidden)) + float(a.directions != b.directions)

@@ -320,7 +320,7 @@ def gates_variant(hidden: int) -> GruCellVariant:
 def distance(a: GruCellSpec, b: GruCellSpec) -> float:
     """The distance between two specs, in octaves.
 
-    Octaves of the hidden and the input size count 1 each, as do bytes per element and in place; another number of
+    Octaves of the hidden size, the input size and the bytes per element count 1 each; in place counts 4; another number of
     segments, bias or precision half; which of the 16-bit types a tenth.
     """
     octaves = abs(math.log2(a.hidden / b.hidden)) + abs(math.log2(a.input_size / b.input_size))

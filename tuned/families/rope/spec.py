@@ -38,7 +38,7 @@ def search_steps(sequences: int) -> int:
 class RopeSpec:
     """One way of calling RoPE, for any number of tokens.
 
-    Out of place, the features that do not rotate are copied; in place they are not touched. A spec that leaves the fields
+    Out of place, the features that do not rotate are copied; in place they are not touched, unless a norm writes them. A spec that leaves the fields
     from ``key_heads`` on at their defaults, and does not use "inv_freq", is ``plain``; others are complete.
     """
 

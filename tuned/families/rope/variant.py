@@ -413,13 +413,14 @@ def distance(a: RopeSpec, b: RopeSpec) -> float:
     """The distance between two specs for the choice of a variant, in octaves.
 
     * 1: each octave of heads (of both tensors), of padded half rows and of bytes per feature. Also each difference in
-      the kernel's text: layout, style, kind of angles, in place, tail, plain or complete. The layout counts for
-      complete calls too, although it does not change their text.
+      the kernel's text: layout, style, kind of angles, in place, tail, plain or complete, deinterleaved. The layout
+      counts for complete calls too, although it does not change their text. Also a cache of another dtype.
     * 2: a norm, since a row without one does not tell how a tile with a sum over each row does. Also MLA's kv, its
-      transpose, a cache, and gradients of the angles.
+      transpose, a cache, gradients of the angles, and tiles of whole rows.
     * A half: each octave of what one load can take. Also direction, entries of the angles and the other fields of
       complete calls, since they change little of what is moved.
-    * A tenth: each of the two dtypes.
+    * A tenth: each of the two dtypes, and what changes an instruction or two: zero-centered weights, rounding, sections,
+      the layout of a cache, whether the key is in place.
     """
     octaves = abs(math.log2(a.all_heads / b.all_heads)) + abs(math.log2(half_block(a) / half_block(b)))
     octaves += abs(math.log2(ITEM_SIZE[a.dtype] / ITEM_SIZE[b.dtype]))
