@@ -7,7 +7,9 @@ bfloat16 ``[batch, seq, heads, D]``, float32 cosines and sines ``[seq, D / 2]``,
 
 from __future__ import annotations
 
+import argparse
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -99,5 +101,19 @@ def load() -> Any:
         raise ImportError(f"the C++ extension was not built: {error}") from error
 
 
+def main() -> int:
+    """Build the extension, and say where there is no compiler."""
+    form = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.extension", description=__doc__, formatter_class=form
+    ).parse_args()
+    try:
+        load()
+    except ImportError as error:
+        print(f"{str(error).rstrip('.')}: install the CUDA toolkit, or do without this peer", file=sys.stderr)
+        return 1
+    return 0
+
+
 if __name__ == "__main__":
-    load()
+    sys.exit(main())

@@ -302,6 +302,7 @@ def test_a_place_that_cannot_be_used_is_one_sentence(
     assert len(done.output.strip().splitlines()) == 1
     assert "Traceback" not in done.output
     assert ("/proc/nowhere" if "/proc/nowhere" in asked else where) in done.output
+    assert "TUNED_TABLES" not in done.output, "which the user did not set"
 
 
 def test_a_file_is_no_folder_of_records(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from tuned.families.choices import choices
 from tuned.lookup.lookup import Choice, Gpu, choose
-from tuned.lookup.record import HARD, METHOD, SOFT, Winner, changed_sources, differences
-from tuned.lookup.table import tables, tables_or_error
+from tuned.lookup.record import HARD, METHOD, SOFT, RecordError, Winner, changed_sources, differences
+from tuned.lookup.table import folder_of_records, tables, tables_or_error
 
 from ..answer import put
 from ..estimating.targets import target_named
@@ -78,6 +78,10 @@ def _in_front(folder: Path | None) -> Iterator[None]:
     """Inside the block, the records of a folder come before the shipped tables, as with TUNED_TABLES."""
     before = os.environ.get("TUNED_TABLES")
     if folder is not None:
+        try:
+            folder_of_records(folder)
+        except RecordError as error:  # named before the variable is, which the user did not set
+            raise RecordError(f"--out: {error}") from None
         os.environ["TUNED_TABLES"] = str(folder)
     tables.cache_clear()
     try:

@@ -315,6 +315,18 @@ def test_a_peer_that_is_not_installed_says_so(monkeypatch):
     assert "not installed" in peers.launches("FlashInfer", PLAN[0].call, [])
 
 
+def test_the_extension_is_built_or_says_what_is_missing(monkeypatch, capsys):
+    def load():
+        raise ImportError("the C++ extension was not built: CUDA_HOME is not set.")
+
+    monkeypatch.setattr(sys, "argv", ["extension"])
+    monkeypatch.setattr(extension, "load", load)
+    assert extension.main() == 1
+    assert "CUDA_HOME is not set: install the CUDA toolkit" in capsys.readouterr().err
+    monkeypatch.setattr(extension, "load", lambda: None)
+    assert extension.main() == 0
+
+
 def test_the_extension_refuses_what_it_would_get_wrong():
     plain = Call(1, 1, 32, 0, 128, 128, angles="cos_sin pair")
     assert extension.refuses(plain) is None
