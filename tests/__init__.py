@@ -1,1 +1,1 @@
-"""Tests of tuned and generator, on any machine; those under gpu/ want a GPU."""
+"""Tests of tuned and generator, on any machine; those under gpu/ need a GPU."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Generator, Iterator
 
-# What tests put something in place of, to launch without a GPU or to watch what is launched: module, function.
+# Functions that tests replace, to launch without a GPU or to watch what is launched: module, function.
 REPLACED = (
     ("tuned.calls.gru.run", "launch_known"),
     ("tuned.calls.rope.plan", "run_public"),
@@ -37,13 +37,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-# Lookups read what a user of this machine tuned, which tests know nothing of.
+# Lookups also read the tables that a user of this machine tuned: keep those out of the tests.
 os.environ["XDG_DATA_HOME"] = str(Path(tempfile.gettempdir()) / "tuned-tests" / "share")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def quick() -> Iterator[None]:
-    """Triton's interpreter computes the same in less than half the time: tests/kernels/test_quick.py."""
+    """Triton's interpreter runs in less than half the time with the same results, as tests/kernels/test_quick.py shows."""
     with contextlib.ExitStack() as stack:
         if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
             stack.enter_context(patched_once())
@@ -53,23 +53,23 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def compiler() -> Iterator[concurrent.futures.Executor]:
-    """A process in which Triton compiles, whatever it does in this one: one, since it takes seconds to import all."""
+    """A process in which Triton compiles, even if it interprets in this one. One for all tests: its imports take seconds."""
     with compiling.process() as process:
         yield process
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers, and what they start, compute with a thread each.
+    """Make workers, and the processes that they start, compute with one thread each.
 
-    Side by side, with a thread a core, they wait for each other: NumPy's small products take a hundred times as long on 16
-    cores. Set here, in the process that starts the workers, since plugins of theirs may import NumPy before any conftest.
+    With a thread for each core the workers would wait for each other: NumPy's small products take a hundred times as long on
+    16 cores. This is set in the process that starts the workers, since their plugins may import NumPy before any conftest.
     """
     if config.getoption("numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What a machine runs of tests that are marked: see the markers in pyproject.toml."""
+    """Skip or drop marked tests that this machine does not run: see the markers in pyproject.toml."""
     if not torch.cuda.is_available():
         for item in items:
             if any(item.get_closest_marker(name) for name in ("gpu", "gpu_sample", "sanitizer")):
@@ -82,10 +82,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What collecting made stays as long as the process: no collection of garbage looks at it again, 0.4 s each.
+    """Freeze the objects that collecting made: they live as long as the process, and each garbage collection saves 0.4 s.
 
-    Garbage is looked for after so many objects that five files took a twelfth less time, and 4 percent more memory.
-    Where there is a GPU its memory may hang on garbage, and processes share it.
+    Without a GPU garbage is also collected less often: with this threshold five files took a twelfth less time and 4 percent
+    more memory. With a GPU it is not: garbage may hold GPU memory, which processes share.
     """
     gc.collect()
     gc.freeze()
@@ -95,10 +95,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    """A test takes back what it put in place of a launch: others of its process would meet it, in some orders.
+    """Check that a test restored the launch functions that it replaced: in some orders later tests would call the stand-ins.
 
-    Calls that PyTorch's own serves are known again by the id of a weight. A weight of the next test may get the id of a freed one,
-    and what should be refused would be served; when that is hangs on the allocator.
+    Also forget the repeated calls that PyTorch's operators serve, since the id of a weight identifies them. A weight of the next
+    test may get the id of a freed one, depending on the allocator, and a call that should be refused would be served.
     """
     result = yield
     if (left := sys.modules.get("tuned.launching.left")) is not None:
@@ -111,7 +111,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
 
 
 def _thinned(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The cases that a GPU leaves out of functions marked ``thinned_on_gpu(every=n)``: it runs the first, and each nth after."""
+    """The cases that a GPU leaves out: in a function marked ``thinned_on_gpu(every=n)``, all but the first and each nth after."""
     seen: dict[str, int] = {}
     left_out = []
     for item in items:

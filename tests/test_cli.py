@@ -82,7 +82,7 @@ def test_what_is_to_be_called_next_names_the_family_from_outside(tmp_path: Path)
 
 
 def test_ctrl_c_while_imports_go_on_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python drops what is raised in a callback of its import system, and the run would go on."""
+    """Python drops an exception that is raised in a callback of its import system: the run would go on."""
 
     class Released:
         def __del__(self) -> None:
@@ -161,7 +161,7 @@ def test_list_takes_a_family_and_patterns() -> None:
         (("cards", " , "), "cards must be names with commas between, got ' , '"),
         (("--target", "h200", "--gpu", "1", "--dry-run"), "--gpu 1 and --target h200 exclude each other"),
         (("--target", "h200", "--storage", "x", "--dry-run"), "--storage x keeps what is measured"),
-        (("--trials", "0", "--list"), "greater than or equal to 1|0 is not in the range x>=1"),  # of typer, or of click
+        (("--trials", "0", "--list"), "greater than or equal to 1|0 is not in the range x>=1"),  # of Typer, or of Click
     ],
 )
 def test_a_name_that_is_not_there_is_an_error_that_helps(arguments: tuple[str, ...], said: str) -> None:
@@ -209,7 +209,7 @@ def test_dry_run_counts_and_says_why() -> None:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the generated part of the package, that a test may damage."""
+    """A copy of the generated part of the package, which a test may damage."""
     copy = tmp_path / "tuned"
     for folder in ("kernels", "tables", "winners"):
         shutil.copytree(ROOT / "tuned" / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))

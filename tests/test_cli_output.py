@@ -1,4 +1,4 @@
-"""What tune.py prints: for people within 80 columns and about a page, for programs one object, and sentences for what cannot be."""
+"""What tune.py prints: about a page of 80 columns for people, one object for programs, and a sentence for each error."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_a_gpu_that_was_asked_for_and_is_not_there_is_an_error(asked: tuple[str,
 
 
 def test_a_terminal_of_no_width_gets_the_lines_of_any_other() -> None:
-    """As some say that do not know theirs: Rich would print nothing."""
+    """Some terminals that do not know their width say 0, for which Rich would print nothing."""
     command = [sys.executable, "tune.py", "--list", "--problems", ONE]
     found = [
         subprocess.run(
@@ -294,7 +294,7 @@ def test_a_landscape_without_a_gpu_is_an_error() -> None:
 def test_a_place_that_cannot_be_used_is_one_sentence(
     asked: tuple[str, ...], place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("generator.reporting.html.page.page", lambda _: "")  # which takes a second
+    monkeypatch.setattr("generator.reporting.html.page.page", lambda _: "")  # making the page takes a second
     where = place if place.startswith("/") else str(tmp_path / place)
     done = call(*(word.format(where) for word in asked))
     assert done.exit_code == 1
@@ -313,7 +313,7 @@ def test_a_file_is_no_folder_of_records(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_cannot_be_written_is_one_sentence_of_the_program(tmp_path: Path) -> None:
-    """In a process of its own: the program starts processes, with logs in the cache, before it knows what it is to do."""
+    """In a separate process: before it knows its task, the program starts processes with logs in the cache."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TUNED_CACHE": "/proc/nowhere"}
     command = ("tune.py", "--target", "nvidia_h200", "--problems", ONE, "--trials", "1", "--out", str(tmp_path))
     done = python(*command, environment=environment)
@@ -338,7 +338,7 @@ def test_marks_are_looked_for_before_anything_is_replayed(tmp_path: Path, monkey
 
 
 def one_object(*arguments: str) -> dict[str, Any]:
-    """What a command prints with --json, which stands behind the command or before it."""
+    """The object that a command prints with --json; the option may come before or after the command."""
     done = call(*arguments, "--json")
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["exit_code"] == done.exit_code
@@ -453,7 +453,7 @@ def test_what_is_refused_is_an_object_too(machine: Any) -> None:
 
 
 def test_without_a_gpu_it_compiles_checks_and_estimates(tmp_path: Path) -> None:
-    """The whole of it for one small problem, in a process of its own: the compiler must not be in the interpreter."""
+    """All of it for one small problem, in a separate process: there Triton must compile and not interpret."""
     save_winner(winner(ONE, environment={**winner().environment, "device": "nvidia_h200"}), tmp_path / "out")
     record = tmp_path / "out" / "nvidia_h200.json"
     before = record.read_bytes()
@@ -494,7 +494,7 @@ def test_plain_values_are_any_readers() -> None:
         "2": [1, 3],
         "path": "/x",
     }
-    answer.put(ignored=True)  # nobody collects
+    answer.put(ignored=True)  # dropped: nobody collects answers here
     with answer.collected() as facts:
         answer.put(a=1)
         answer.put(b=2)

@@ -1,4 +1,4 @@
-"""What conftest.py decides for all tests: which cases a GPU runs, and with how many threads a worker computes."""
+"""What conftest.py decides for all tests: which cases a GPU runs, and how many threads a worker has."""
 
 from __future__ import annotations
 

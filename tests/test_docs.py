@@ -1,4 +1,4 @@
-"""The pages: their snippets run as they stand, their links lead somewhere, and the site is built without a warning."""
+"""The pages: their snippets run as written, their links have targets, and the site builds without a warning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# What needs a model of Hugging Face, or files of the reader's.
+# Snippets that need a model of Hugging Face, or the reader's files.
 OF_THE_READER = ("with use_tuned_rope(", "tuned.warm(model, *example_inputs)")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 SNIPPETS = [
@@ -72,13 +72,14 @@ def test_every_public_function_and_module_is_in_the_reference() -> None:
     named += [f"tuned.nn.{name}" for name in ("GRU", "GRUCell", "patched", "is_patched", "replace", "restore")]
     named += [f"tuned.compat.{path.stem}" for path in (ROOT / "tuned" / "compat").glob("[a-z]*.py")]
     missing = [name for name in named if not re.search(rf"{re.escape(name)}$", page, re.MULTILINE)]
-    # How a model's way to rotate and to normalise is found.
+    # Internal modules that find how a model rotates and normalises: not in the reference.
     inner = ("attention", "fusing", "norm_style", "rotary_style")
     assert sorted(missing) == [f"tuned.compat.{name}" for name in inner]
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    # Looked for, not imported: a folder that is left of a package would be a module, which others take for the package.
+    # Look for the packages without importing them: a folder that a removed package left would import as a module, which others
+    # would then take for the package.
     if any(importlib.util.find_spec(name) is None for name in ("myst_parser", "furo")):
         pytest.skip("the extra docs is not installed")
     command = ("-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees"))

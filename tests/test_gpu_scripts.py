@@ -1,4 +1,4 @@
-"""What the tests of tests/gpu are made of, as far as it can be seen without a GPU: that it still fits the code."""
+"""The parts of tests/gpu still fit the code, as far as that can be checked without a GPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_recurrences_under_stress_are_legal() -> None:
     cases += [
         (GruSpec(dtype, 256), dataclasses.replace(gru_stress.SPLIT, exchange=exchange, block_batch=8))
         for exchange in gru_stress.EXCHANGES
-        if exchange != "poll"  # works, and is left out of searches: it never came before "spin"
+        if exchange != "poll"  # it works, but searches leave it out: it was never faster than "spin"
         for dtype in ("bfloat16", "float32")
     ]
     for spec, variant in cases:

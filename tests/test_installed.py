@@ -1,4 +1,4 @@
-"""The installed layout: generator and templates within ``tuned``, as docs/decisions/0043 lays down, with no checkout to be seen."""
+"""The installed layout of docs/decisions/0043: generator and templates are inside ``tuned``, and no checkout is visible."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ NO_CACHES = shutil.ignore_patterns("__pycache__")
 
 
 def files(folder: Path) -> set[str]:
-    """The files of a folder, by their names below it."""
+    """The files of a folder, by their paths below it."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """What one process does while the others of a run wait."""
+    """Inside, one process works while the other processes of a test run wait."""
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -49,7 +49,7 @@ def alone(path: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of all processes of a run: what one of them has made there the others find."""
+    """A folder that all processes of a test run share: one process makes a file and the others find it."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "installed"
     folder.mkdir(exist_ok=True)
@@ -58,7 +58,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the wheel that is built today unpacks to; nothing is written into the checkout."""
+    """A wheel of the present checkout, unpacked; nothing is written into the checkout."""
     setuptools = pytest.importorskip("setuptools")
     if int(setuptools.__version__.partition(".")[0]) < 77:
         pytest.skip("this setuptools is older than pyproject.toml asks for")
@@ -70,7 +70,7 @@ def wheel(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def unpack(source: Path, built: Path, site: Path, unpacked: Path) -> None:
-    """Build a wheel of the checkout and unpack it, whole or not at all."""
+    """Build a wheel of the checkout and unpack it, completely or not at all."""
     for name in ("tuned", "generator", "templates"):
         shutil.copytree(ROOT / name, source / name, ignore=NO_CACHES)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -81,7 +81,7 @@ def unpack(source: Path, built: Path, site: Path, unpacked: Path) -> None:
     (path,) = built.glob("*.whl")
     zipfile.ZipFile(path).extractall(site)
     site.rename(unpacked)
-    compileall.compile_dir(unpacked, quiet=1)  # as pip does, and none of the processes has to
+    compileall.compile_dir(unpacked, quiet=1)  # as pip does, so that no process has to
 
 
 def test_the_wheel_has_every_file_of_the_package_and_within_it_those_of_the_generator(wheel: Path) -> None:
@@ -98,12 +98,12 @@ def test_the_command_is_named_tuned(wheel: Path) -> None:
 
 
 def libraries() -> list[str]:
-    """Where packages are, without what has the checkout's own."""
+    """The folders of packages, without the folder of the checkout."""
     return [path for path in sys.path if Path(path).is_dir() and not (Path(path) / "generator").is_dir()]
 
 
 def at_home(home: Path) -> dict[str, str]:
-    """The environment of a user whose home is there."""
+    """The environment of a user with this home folder."""
     others = ("PYTHONPATH", "TRITON_INTERPRET", "TUNED_CACHE", "TUNED_TABLES")
     environment = {name: value for name, value in os.environ.items() if name not in others}
     return environment | {
@@ -115,7 +115,7 @@ def at_home(home: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def both(wheel: Path, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the generator tells here, and where it is installed."""
+    """What the generator says about itself here, and where it is installed."""
     found = shared / "told.json"
     with alone(shared / "told.lock"):
         if not found.exists():
@@ -130,7 +130,7 @@ def ask(wheel: Path, home: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     # -I and -S: no PYTHONPATH, no folder of the script, and no editable installation of the checkout.
     program = [sys.executable, "-I", "-S", "-B", installed.__file__, str(wheel), f"tuned.{INSIDE}", *libraries()]
     with subprocess.Popen(program, cwd=home, env=at_home(home), stdout=PIPE, stderr=PIPE, text=True) as child:
-        here = installed.told("generator")  # beside it
+        here = installed.told("generator")  # at the same time
         told, said = child.communicate(timeout=BACKSTOP_SECONDS)
     assert child.returncode == 0, said
     return here, json.loads(told) | {"written": sorted(files(wheel) - before), "cached": sorted(files(home))}
@@ -170,9 +170,9 @@ COMMAND = START + f"from tuned.{INSIDE}.command_line import program; program()"
 
 @pytest.fixture
 def command(wheel: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the program ``tuned`` of the wheel, without a GPU, for a user whose home is tmp_path.
+    """A function that runs the program ``tuned`` of the wheel, without a GPU, for a user whose home is tmp_path.
 
-    ``new``: as tests.support.pythons says; and then with -I and -S, as above.
+    ``new``: as tests.support.pythons says, and then also with -I and -S, as above.
     """
     before = files(wheel)
 

@@ -1,4 +1,4 @@
-"""What import-linter does not see of the layers: modules named in strings, families named outside of their folders, tests that import tests."""
+"""Rules that import-linter cannot check: modules in strings, families named outside their folders, tests importing tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init_
 
 
 def layers() -> dict[str, int]:
-    """Room or module -> its layer, the highest first, as import-linter holds them."""
+    """Package or module -> the number of its layer, the highest layer first, from import-linter's settings."""
     text = (ROOT / "pyproject.toml").read_text()
     listed = re.search(r'type = "layers".*?layers = \[.*?\n(.*?)\n\]', text, re.DOTALL)
     assert listed is not None
@@ -38,7 +38,7 @@ def words(path: Path) -> Iterator[str]:
 
 
 def modules_named(path: Path) -> Iterator[str]:
-    """The modules that f-strings name as "{GENERATOR}.room.module", with the name that they have in a checkout."""
+    """The modules that f-strings name as "{GENERATOR}.room.module", by their names in a checkout."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.JoinedStr):
             word = ast.unparse(node)[2:-1].replace("{GENERATOR}", "generator", 1)
@@ -74,7 +74,7 @@ def test_no_module_says_what_the_generator_is_called_or_counts_folders(path: Pat
         assert not re.search(r"__file__\)(\.\w+\(\))?\.parent(\.parent|s)|parents\[", text), "generator/places.py does"
 
 
-# What users call, and what is generated, names families; so do their own folders.
+# Only these may name families: what users call, what is generated, and the families' folders.
 NAMING = {"families", "calls", "compat", "kernels", "tables", "dispatch", "nn", "explanation"}
 COMMON = [
     path

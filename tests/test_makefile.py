@@ -1,4 +1,4 @@
-"""Commands of the Makefile say what they were told: one variable means one thing."""
+"""Commands of the Makefile pass on the variables that they are given, and a variable means the same in each."""
 
 from __future__ import annotations
 

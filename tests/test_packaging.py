@@ -1,4 +1,4 @@
-"""What is installed: a distribution whose name is free, which tests/test_installed.py unpacks, and pins that each Python can have."""
+"""What pip installs: a distribution with a free name, which tests/test_installed.py unpacks, and pins that suit each Python."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_distribution_is_named_after_no_other_project() -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("not a checkout")
-    # A file may be deleted, and the index not know yet.
+    # A file may be deleted and still be in git's index.
     for name in filter(lambda name: (ROOT / name).is_file(), listed.stdout.split("\0")):
         if Path(name).suffix in {".md", ".py", ".toml", ".txt", ".html", ".jinja"} or name == "Makefile":
             for line in (ROOT / name).read_text().splitlines():
@@ -32,7 +32,7 @@ def test_the_distribution_is_named_after_no_other_project() -> None:
 
 
 def test_every_pin_holds_on_each_python_where_it_applies() -> None:
-    """A pin that a declared Python has no version of leaves pip no answer, and it tries all others for minutes."""
+    """If a pinned version does not exist for a declared Python, pip has no solution and tries all others for minutes."""
     declared = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
     assert len(declared) > 1
     wrong, known = [], 0
@@ -51,7 +51,7 @@ def test_every_pin_holds_on_each_python_where_it_applies() -> None:
         wrong += [
             f"{line} on {python}: it needs {takes}"
             for python in declared
-            # Of its first release: one for Debian 12, whose Python is 3.11.2, asked for 3.11.5.
+            # Check with the first release of each Python: a pin for Debian 12, whose Python is 3.11.2, needed 3.11.5.
             if (pin.marker is None or pin.marker.evaluate({"python_version": python}))
             and not takes.contains(f"{python}.0")
         ]

@@ -1,4 +1,4 @@
-"""A forked Python process gives what a new one does, and knows nothing of this project before it asks."""
+"""A forked Python process gives what a new one does, and has imported nothing of this project before its command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segments put together."""
+"""Segments joined along the last axis."""
 
 import torch
 

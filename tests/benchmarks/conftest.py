@@ -1,4 +1,4 @@
-"""What tests of commands share."""
+"""Fixtures for tests of commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """Commands that are started end by SIGINT, also where a shell started the tests in the background, which has it ignored."""
+    """Let SIGINT end the commands that tests start, even if a shell that runs the tests in the background ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

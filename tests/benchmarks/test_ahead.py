@@ -1,4 +1,4 @@
-"""What compiles ahead of a benchmark of random calls: each shape in another process, and none for longer than is allowed."""
+"""Compiling ahead of a benchmark of random calls: each shape in another process, and none for longer than allowed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_core_is_left_for_what_measures(cores: int, processes: int, monkeypatc
 def test_what_is_compiled_ahead_is_what_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same shapes in the same order, none twice; a shape that nothing compares with leaves no row."""
+    """The same shapes in the same order, none twice; a shape with nothing to compare with leaves no row."""
     options = random_gru.argparse.Namespace(seed=7, seconds=60.0, shapes=5)
     given: list[Any] = []
     monkeypatch.setattr(ahead, "compile_ahead", lambda shapes, *_: given.extend(shapes) or "told")

@@ -1,4 +1,4 @@
-"""The benchmark of a rotation that writes the cache: all of it, tiny, without a clock; what is asked of rows; that it wants a GPU."""
+"""The benchmark of a rotation that writes the cache: all of it at tiny sizes without a clock, its bars, and its need of a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_row_is_told_beside_its_bars() -> None:
 
 
 def test_the_floor_is_what_must_move() -> None:
-    """q read and written, k and v read, two caches written: 2 bytes each, 1 in a cache of float8."""
+    """q is read and written, k and v are read, two caches are written: 2 bytes an element, 1 in a float8 cache."""
     moved = [4 * kind.elements(10) / 10 for kind in append.KINDS]
     q, k = 2 * 32 * 128, 2 * 8 * 128
     assert moved == [2 * q + 4 * k, 2 * q + 4 * k, 2 * q + 3 * k]

@@ -30,7 +30,7 @@ def sequence_row(call=SMALL, bar=None, name=""):
 
 @pytest.fixture
 def fake_clock(monkeypatch):
-    """Every call runs once, and its time is known: 2 us a set of weights on the device, 7 us on the host."""
+    """Every call runs once and has a fixed time: 2 us a set of weights on the device, 7 us on the host."""
     ran = []
 
     def interleaved(calls):
@@ -53,7 +53,7 @@ def results(tmp_path):
 
 
 def measured(bar, suite="gru", **figures):
-    """A row as the suites record it, with these figures."""
+    """A row as the suites record it, with the given figures."""
     facts = {"problem": "t1 b1 i1 h1", "layout": "seq first", "dtype": "bfloat16", "name": "", "rule": "winner"}
     return {
         "suite": suite,
@@ -190,7 +190,7 @@ def test_float32_runs_with_tf32_and_the_setting_comes_back():
 
 
 def test_flashrnn_gets_the_weights_of_nn_gru(monkeypatch):
-    """What stands for FlashRNN here computes its documented GRU from its own arguments."""
+    """A stand-in for FlashRNN computes the GRU that FlashRNN documents, from the arguments that FlashRNN takes."""
 
     def stand_in(projected, recurrent, biases, *, function, backend, dtype):
         assert (function, backend, dtype) == ("gru", "cuda", "float32")
@@ -343,7 +343,7 @@ def test_without_a_gpu_it_says_so(capsys):
 
 @pytest.fixture
 def commanded(tmp_path, monkeypatch):
-    """The command line of a suite of three rows, given what measures one; its results are in the folder."""
+    """A function that runs the command line of a suite of three rows with a given ``measure``; results go to tmp_path."""
     monkeypatch.setattr(record, "environment", lambda _: dict(ENVIRONMENT))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     rows = [sequence_row(dataclasses.replace(SMALL, batch=b)) for b in (1, 2, 3)]
@@ -481,7 +481,7 @@ def test_the_page_of_results_is_what_the_committed_ones_say(tmp_path):
 
 
 def test_the_newest_results_are_those_of_the_last_release_whatever_was_written_last(tmp_path, monkeypatch):
-    """In a fresh clone all files are as new."""
+    """File times cannot decide: in a fresh clone all files are equally new."""
     folders = [tmp_path, tmp_path / "gru"]
     monkeypatch.setattr(table, "RESULTS", tmp_path)
     for name in ("one", "two", "three"):
@@ -503,7 +503,7 @@ def test_the_newest_results_are_those_of_the_last_release_whatever_was_written_l
 
 
 def test_what_was_measured_here_is_shown_whatever_was_released(tmp_path, monkeypatch):
-    """`make bench` on a GPU of one's own."""
+    """After `make bench` on the user's GPU."""
     for folder in (tmp_path, tmp_path / "release"):
         folder.mkdir(exist_ok=True)
         (folder / "another.json").write_text('{"rows": [], "skipped": {}}')

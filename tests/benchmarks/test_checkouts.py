@@ -1,4 +1,4 @@
-"""Benchmarks of others, which run beside their checkouts: what is said where there is none."""
+"""Benchmarks of other projects, which need checkouts of these: what is said where there is none."""
 
 from __future__ import annotations
 

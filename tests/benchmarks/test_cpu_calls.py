@@ -1,4 +1,4 @@
-"""Small calls on a CPU beside their formulas: each is compared and gets a line."""
+"""The benchmark of small calls on a CPU: each call is compared with its formula and gets a line."""
 
 from __future__ import annotations
 

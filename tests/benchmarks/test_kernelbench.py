@@ -1,4 +1,4 @@
-"""KernelBench's harness with our GRU in its problems: a small stand-in for its checkout judges on a CPU."""
+"""Our GRU in the problems of KernelBench: a small stand-in for KernelBench's checkout judges it on a CPU."""
 
 from __future__ import annotations
 

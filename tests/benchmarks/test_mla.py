@@ -1,4 +1,4 @@
-"""The benchmark of MLA: all of it, tiny, without a clock; that nothing wrong is timed; that it wants a GPU."""
+"""The benchmark of MLA: all of it at tiny sizes without a clock; it times no wrong result, and it needs a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of results of a device: what is committed is what the committed results give, pictures first."""
+"""The page of results of a device: the committed page is what the committed results give, pictures first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of a norm before the rotation: all of it, tiny, without a clock; what is asked of rows; that it wants a GPU."""
+"""The benchmark of a norm before the rotation: all of it at tiny sizes without a clock, its bars, and its need of a GPU."""
 
 from __future__ import annotations
 

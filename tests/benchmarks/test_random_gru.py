@@ -1,4 +1,4 @@
-"""The random GRUs of the benchmark: what is drawn, and what is said of what was measured."""
+"""The random GRUs of the benchmark: which are drawn, and what is reported of the measurements."""
 
 from __future__ import annotations
 

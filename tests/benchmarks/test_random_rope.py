@@ -1,4 +1,4 @@
-"""The random RoPE calls of the benchmark: what is drawn, how it is timed in turns, and what is said of it."""
+"""The random RoPE calls of the benchmark: which are drawn, how they are timed in turns, and what is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the default leaves to the best tiles of random calls, as they were measured."""
+"""How much slower the default is than the best measured tile of random calls."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ROWS = rows_of(sorted(FILES.glob("*.json")))
     ("files", "mean", "most"), [("nvidia_h200", 1.05, 1.4), ("nvidia_h100", 1.08, 1.55), ("picked", 1.09, 1.35)]
 )
 def test_the_default_is_near_the_best_tile_of_random_calls(files: str, mean: float, most: float) -> None:
-    """Those of the H100 were drawn from what was slower than a peer, and from widths that are no power of two.
+    """The calls of the H100 were drawn from those that were slower than a peer, and from widths that are no power of two.
 
-    Of those that were picked, half are the slowest beside a peer and the furthest from the floor of 201.
+    Half of the picked calls are the slowest beside a peer and the furthest from the floor, of 201 calls.
     """
     rows = rows_of(sorted(FILES.glob(f"{files}*.json")))
-    # Tiles of pairs were measured: of calls that now get whole rows they say nothing (0083).
+    # The measured tiles are of pairs: they say nothing about calls that now get whole rows (0083).
     rows = [row for row in rows if not takes_whole_rows(RopeSpec(**row["spec"]), RopeSize(**row["size"]))]
     found = left(rows)
     assert len(found) >= 0.95 * len(rows)
@@ -32,7 +32,7 @@ def test_the_default_is_near_the_best_tile_of_random_calls(files: str, mean: flo
 
 
 def test_the_default_is_launched_in_the_way_that_takes_less() -> None:
-    """Either way where it hardly matters: of 58 calls on an H100, each tile in both launches, 0.5 percent is left."""
+    """Either launch will do where it hardly matters: of 58 calls on an H100, each tile in both launches, 0.5 percent is lost."""
     regrets, ways = [], set()
     for row in (row for row in ROWS if "dependent" in row):
         chosen, times = default_variant(RopeSpec(**row["spec"]), RopeSize(**row["size"])), times_of(row)

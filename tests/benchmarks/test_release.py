@@ -1,4 +1,4 @@
-"""How a release goes: it is of one commit, goes on where it was cut, and puts nothing half-made into the checkout."""
+"""A release is of one commit, goes on where it was interrupted, and puts nothing half-made into the checkout."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def git(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture(autouse=True)
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository of one commit in place of this one, with caches of its own."""
+    """A repository of one commit in place of this checkout, with separate caches."""
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # lanes are dealt to those that it shows
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # lanes get the GPUs that it lists
     folder = tmp_path / "checkout"
     folder.mkdir()
     git(folder, "init", "-q")
@@ -59,13 +59,13 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def stage(tmp_path: Path, name: str, program: str = "", **rest: Any) -> Stage:
-    """Counts how often it was run, then runs a program in the checkout."""
+    """A stage that adds a dot to the file ``name`` for each run, then runs a program in the checkout."""
     begin = f"import os, pathlib, sys; open({str(tmp_path / name)!r}, 'a').write('.')\n"
     return Stage(name, (("-c", begin + program),), **rest)
 
 
 def runs(tmp_path: Path) -> str:
-    """The stages that ran, by their names of a letter, as often as they did."""
+    """The one-letter names of the stages that ran, each repeated for every run."""
     return "".join(path.name * len(path.read_text()) for path in sorted(tmp_path.glob("?")))
 
 
@@ -266,7 +266,7 @@ def test_a_second_release_is_refused_while_one_runs(
 
 
 def test_a_command_holds_the_lock_too(tmp_path: Path) -> None:
-    """One that a killed release leaves must keep the next from measuring beside it."""
+    """A command that outlives a killed release must keep the next release from measuring beside it."""
     with (tmp_path / "lock").open("a") as lock:
         assert run(tmp_path, [stage(tmp_path, "a", f"os.fstat({lock.fileno()})")], lock=lock.fileno()) == 0
 
@@ -349,7 +349,7 @@ def test_tuning_begins_with_empty_caches_once(tmp_path: Path, monkeypatch: pytes
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """How the commands were left: their exit codes, None of one that runs."""
+    """The exit codes of the commands when the release stopped them; None for a command that still runs."""
     found: list[int | None] = []
     stop = release.stop
     monkeypatch.setattr(release, "stop", lambda process, s: (stop(process, s), found.append(process.poll())))
@@ -424,7 +424,7 @@ def test_ctrl_c_while_it_looks_around(monkeypatch: pytest.MonkeyPatch, capsys: A
 def test_the_time_of_a_release_that_is_killed_is_in_its_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The journal is written while a command runs, as a killed release writes nothing any more."""
+    """The journal is written while a command runs, since a killed release can write nothing more."""
     saved, go_on = [], tmp_path / "go_on"
     save = Journal.save
 
@@ -476,7 +476,7 @@ SEEN = "print(os.environ['CUDA_VISIBLE_DEVICES'], file=open({path!r}, 'a'))\n"
 
 
 def test_what_writes_one_file_at_once_measures_other_suites_of_it() -> None:
-    """``benchmarks.record.Results`` keeps rows of other suites that came in between."""
+    """``benchmarks.record.Results`` keeps the rows that other suites wrote in the meantime."""
     lanes: dict[str, list[str]] = {}
     for one in stages("test_gpu", COMMIT, Path("kept"), gpus="all", seconds=7):
         for command in one.commands:
@@ -504,7 +504,7 @@ def test_the_plan_of_several_gpus_or_of_committed_rows() -> None:
 
 
 def test_lanes_run_at_once_each_on_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two stages wait for each other, so they end only if both run; the stages of a lane are in order, and on one GPU."""
+    """Two stages wait for each other, so they end only if both run at once; the stages of a lane run in order on one GPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,8")
     monkeypatch.setattr(release, "BEAT_SECONDS", 0.05)
 

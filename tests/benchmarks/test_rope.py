@@ -24,7 +24,7 @@ PLAN = plan.rows()
 
 
 def tiny(call):
-    """The same kind of call, small enough for eager PyTorch on a CPU; in float32, where a wrong term shows."""
+    """The same kind of call, small enough for eager PyTorch on a CPU; in float32, so that a wrong term shows."""
     half = {"rotary_dim": 8, "head_dim": 8 if call.rotary_dim == call.head_dim else 24}
     return dataclasses.replace(
         call,
@@ -45,7 +45,7 @@ kinds = pytest.mark.parametrize("row", KINDS, ids=lambda row: ", ".join((row.sui
 
 
 def turned(call, t):
-    """Query and key as complex numbers in float64, from the documented pairs alone."""
+    """Query and key rotated as complex numbers in float64, from the documented pairs alone."""
     out = []
     for x in t.rotated:
         tokens = x.detach().reshape(call.tokens, -1, call.head_dim).double()
@@ -141,7 +141,7 @@ def test_sets_share_only_the_table_of_random_ids():
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """Each foreign package as its documentation has it, in plain PyTorch."""
+    """Stand-ins for the foreign packages in plain PyTorch, written from their documentation."""
 
     def rotate(x, cos, sin, *, interleaved):  # x [..., H, D], cos and sin [..., 1, R / 2]
         half = cos.shape[-1]
@@ -246,7 +246,7 @@ def stand_ins(monkeypatch):
     for name, content in modules.items():
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**content))
     monkeypatch.setattr(extension, "load", lambda: Extension)
-    monkeypatch.setattr(extension, "refuses", lambda _: None)  # bfloat16 on a GPU alone
+    monkeypatch.setattr(extension, "refuses", lambda _: None)  # the real one takes only bfloat16 on a GPU
     monkeypatch.setattr(torch, "compile", lambda run, **_: run)
     peers._compiled.cache_clear()
     yield
@@ -254,7 +254,7 @@ def stand_ins(monkeypatch):
 
 
 def cannot(call):
-    """The peers of a whole suite that cannot be asked for one of its calls."""
+    """The peers of a whole suite that cannot do one of its calls."""
     if call.gradient:
         return {"C++ extension"}
     if call.formula == "transformers":
@@ -274,7 +274,7 @@ def test_every_peer_of_a_call_computes_it(row):
         if name == rope.NO_RIVAL:
             continue
         launches = peers.launches(name, call, [calls.probe(call, t)])
-        if isinstance(launches, str):  # a reason is for what a peer cannot do, in the rows of a whole suite only
+        if isinstance(launches, str):  # why the peer cannot do it: only for peers of a whole suite
             assert name in cannot(call), launches
             continue
         assert name not in cannot(call)
@@ -346,7 +346,7 @@ def test_the_extension_refuses_what_it_would_get_wrong():
 
 @pytest.fixture
 def fake_clock(monkeypatch):
-    """Every launch runs once, and takes 2 us on the device, 7 us on the host; copies take 1 us."""
+    """Every launch runs once and takes 2 us on the device, 7 us on the host; copies take 1 us."""
     monkeypatch.setattr(clock, "set_count", lambda _: 2)
     monkeypatch.setattr(clock, "cold", lambda launches, _: ([run() for run in launches], Timing(2.0, 0.1))[1])
     monkeypatch.setattr(clock, "host", lambda launch: (launch(), Timing(7.0, 0.1))[1])
@@ -424,7 +424,7 @@ def test_a_backward_host_row_is_forward_with_backward(monkeypatch):
 
 @pytest.mark.parametrize(("count", "taken_us"), [(2, 50.0), (4, 40.0)])
 def test_the_time_of_emptying_the_cache_is_taken_off(monkeypatch, count, taken_us):
-    """With 4 sets wanted: of 2, (130 - 30) / 2; of 4, which leave the cache by themselves, 160 / 4."""
+    """With 4 sets wanted: for 2 sets (130 - 30) / 2; 4 sets push each other out of the cache, so 160 / 4."""
     ran = []
     monkeypatch.setattr(clock, "sets", lambda _: 4)
     monkeypatch.setattr(clock, "_flush", lambda: lambda: ran.append("flush"))

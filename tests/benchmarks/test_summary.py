@@ -1,4 +1,4 @@
-"""README's table: its rows, what is told of each, its picture, and that README has what the committed results say."""
+"""README's table: its rows, what each tells, its picture, and that README agrees with the committed results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What the rows would measure."""
+    """A list of what the rows ask to measure; fake times are returned."""
     found: list[Any] = []
 
     def rope(call: calls.Call, peers: Any) -> dict[str, Any]:

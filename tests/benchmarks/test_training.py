@@ -1,4 +1,4 @@
-"""The benchmark of training: what is asked of each shape, what is told, and that it wants a GPU."""
+"""The benchmark of training: the bar of each shape, the report, and its need of a GPU."""
 
 from __future__ import annotations
 

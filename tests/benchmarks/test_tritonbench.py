@@ -1,4 +1,4 @@
-"""Our rotation as a candidate of TritonBench's operator: a small stand-in for its checkout runs it on a CPU."""
+"""Our rotation as a candidate in TritonBench's operator: a small stand-in for TritonBench's checkout runs it on a CPU."""
 
 from __future__ import annotations
 

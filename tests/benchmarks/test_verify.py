@@ -1,4 +1,4 @@
-"""How a verification goes: suites that passed are not run again, one that fails, hangs or is interrupted costs no other."""
+"""Verification: suites that passed are not run again, and one that fails, hangs or is interrupted costs no other suite."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ pytestmark = pytest.mark.processes
 
 ENVIRONMENT = {"device": "test_gpu", "torch": "2.11.0"}
 SOURCES = "0123456789ab"
-LIMIT = 600.0  # seconds that nothing here comes near
+LIMIT = 600.0  # seconds, far more than anything here takes
 
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digest has tests of its own."""
+    """Replace the digest, which has separate tests."""
     for module in (verify, verified):
         monkeypatch.setattr(module, "digest", lambda *_: SOURCES)
 
 
 def counts(path: Path) -> Outcome:
-    """What a command of these tests leaves."""
+    """Read the result file that a command of these tests leaves."""
     passed, failed, skipped = json.loads(path.read_text())
     return Outcome(passed, failed, skipped, ("a test",) * failed)
 
@@ -49,7 +49,7 @@ def step(folder: Path, name: str, program: str) -> Step:
 
 
 def passing(folder: Path, name: str) -> Step:
-    """Passes, and counts how often it was run."""
+    """A step that passes, and adds a dot to the file ``name`` for each run."""
     ran = (
         f"ran = pathlib.Path({str(folder / name)!r}); ran.write_text((ran.read_text() if ran.exists() else '') + '.'); "
     )
@@ -87,7 +87,7 @@ def of(record: Path) -> dict[str, tuple[int, int, int]]:
 def test_a_command_that_fails_in_any_way_has_a_failure(
     tmp_path: Path, program: str, wanted: tuple[int, int, int], why: str | None
 ) -> None:
-    (tmp_path / "one.result").write_text("[9, 0, 0]")  # of an earlier run: it must not be taken for this one's
+    (tmp_path / "one.result").write_text("[9, 0, 0]")  # left by an earlier run: it must not be taken for this run's
     found = verify.run_step(step(tmp_path, "one", program), tmp_path / "log", LIMIT)
     assert (found.passed, found.failed, found.skipped) == wanted
     assert found.names == () if why is None else why in found.names[0]
@@ -96,7 +96,7 @@ def test_a_command_that_fails_in_any_way_has_a_failure(
 def test_a_command_that_hangs_is_ended_with_all_that_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fifo = tmp_path / "fifo"  # which the command's child holds open
+    fifo = tmp_path / "fifo"  # the command's child holds it open
     os.mkfifo(fifo)
     child = f"import time; held = open({str(fifo)!r}, 'w'); time.sleep(600)"
     program = f"import subprocess; child = subprocess.Popen([sys.executable, '-c', {child!r}]); child.wait()"
@@ -104,7 +104,7 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_started(
 
     def hung(self: Any, timeout: float | None = None) -> int:
         if timeout == LIMIT:
-            reading.append(fifo.open("rb"))  # the child is there
+            reading.append(fifo.open("rb"))  # returns once the child is there
             raise subprocess.TimeoutExpired(self.args, timeout)
         return wait(self, timeout)
 
@@ -219,11 +219,11 @@ def test_an_interrupted_suite_is_ended_and_what_ended_before_it_is_kept(
         call(tmp_path, chosen)
     assert of(tmp_path / "out") == {"plain": (3, 0, 1)}
     assert stopped[0] == 0
-    assert stopped[1], "it goes on, or ended by itself"  # -2, or 1 where Ctrl-C met Python while it started
+    assert stopped[1], "it goes on, or ended by itself"  # -2, or 1 if SIGINT arrived while Python started
 
 
 def left_behind(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    """What runs a suite beside another is this program."""
+    """Let this program stand for the command that runs a suite beside another."""
     monkeypatch.setattr(verify, "COMMAND", (sys.executable, "-c", program))
 
 
@@ -403,7 +403,7 @@ def test_the_suites_are_those_of_the_record_and_no_test_is_in_none(tmp_path: Pat
     chosen = [one.command[-3:] for name in ("gpu", "sanitizers") for one in every[name]]
     marks = ("gpu and not alone", "gpu and alone", "sanitizer")
     assert chosen == [("tests/gpu", "-m", mark) for mark in marks]
-    # Samples elsewhere are plain tests, too; these are nothing else.
+    # Samples in other folders run as plain tests too. Tests with these marks run in no other suite.
     marked = re.compile(r"^[^#\n]*\bpytest\.mark\.(gpu|alone|sanitizer)\b", re.MULTILINE)
     found = [path for path in (ROOT / "tests").rglob("*.py") if marked.search(path.read_text())]
     assert {path.parent for path in found} == {ROOT / "tests" / "gpu"}, "the suites would not find them elsewhere"

@@ -1,4 +1,4 @@
-"""A compiler that is broken on purpose, for the variants that come after those with a deed."""
+"""A compiler that is broken on purpose, for the variants that are next fastest after those with a deed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEEDS_OF_COMPILERS = ("hangs", "crashes", "complains")
 
 
 def compile_variant(problem: Problem, variant: Any, architecture: str) -> tuple[Resources, ...] | str:
-    """In place of generator.processes.compiler.compile_variant."""
+    """Stands for generator.processes.compiler.compile_variant."""
     del architecture
     place = ranked(problem).index(variant) - len(DEEDS)
     match DEEDS_OF_COMPILERS[place] if 0 <= place < len(DEEDS_OF_COMPILERS) else "":

@@ -1,4 +1,4 @@
-"""A worker's process without a GPU whose variants are broken on purpose: real tensors, real checks, a fake stopwatch."""
+"""Worker processes without a GPU whose variants are broken on purpose: real tensors, real checks, a fake stopwatch."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 REPLAYS = 3
 FOREIGN_US = 2.0
-WARM = (*PRELOAD, "tests.broken.warm")  # what a fork server of tests imports
+WARM = (*PRELOAD, "tests.broken.warm")  # the modules that a fork server of tests imports
 COPY = problem_named("gru_cell_dreamer_200_16")
 _WIDE = problem_named("gru_cell_1024_inplace_64")
-INPLACE = dataclasses.replace(  # as many variants, and a processor is done with it 25 times as fast
+INPLACE = dataclasses.replace(  # as many variants, and a CPU takes a 25th of the time
     _WIDE, name="gru_cell_200_inplace_64", spec=dataclasses.replace(_WIDE.spec, hidden=200, inputs=(200,))
 )
 PRINTED = b"\xff\x00garbage \x1b[31mthat no terminal wants\n"
-# What each of the fastest variants does, the fastest first: were any of them let through, it would win.
+# What each of the fastest variants does, the fastest first. A variant that is not caught would win.
 DEEDS = (
     "illegal access",
     "killed",
@@ -68,7 +68,7 @@ DEEDS = (
 
 
 def cost(variant: Any) -> float:
-    """Microseconds, another number for each variant of a pool."""
+    """Microseconds, different for each variant of a pool."""
     tile = math.log2(variant.block_hidden) + 1.1 * math.log2(variant.block_batch)
     return round(5 + tile + 0.07 * variant.num_warps, 4)
 
@@ -80,13 +80,13 @@ def ranked(problem: Problem) -> tuple[Any, ...]:
 
 
 def deed_of(problem: Problem, variant: Any) -> str:
-    """What is wrong with a variant; nothing with most."""
+    """What is wrong with a variant; "" for most."""
     place = ranked(problem).index(variant)
     return DEEDS[place] if place < len(DEEDS) else ""
 
 
 class CpuServer:
-    """Measures right variants, as the one for a GPU does."""
+    """Measures right variants, as the server for a GPU does."""
 
     def __init__(self, device: int) -> None:
         torch.set_num_threads(1)  # tests run side by side
@@ -102,7 +102,7 @@ class CpuServer:
 
     def stage(self, problem: Problem) -> Baselines:
         self.staged = CpuStage(problem, self)
-        ranked(problem)  # takes longer than a trial may
+        ranked(problem)  # fill the cache now: enumerating the pool takes longer than a trial may
         return Baselines(9.0, 9.5, 95.0, 1_000_000)
 
     def measure(self, variant: Any) -> Measured:
@@ -137,7 +137,7 @@ class BrokenServer(CpuServer):
                 return Measured(torch.ones(1), 0.5)  # type: ignore[arg-type]
             case "no time":
                 return Measured(Timing(math.nan, 0.0), 0.5)
-        os.write(1, PRINTED)  # whatever else it does
+        os.write(1, PRINTED)  # every variant also prints garbage
         return super().measure(variant)
 
     def do(self, deed: str, call: Any) -> None:  # noqa: PLR0912 - one a deed
@@ -208,7 +208,7 @@ class DiesStaging(CpuServer):
 
 
 class BreaksComparing(CpuServer):
-    """Loses its process when the fastest variant is timed again."""
+    """Its process dies when the fastest variant is timed again."""
 
     def compare(self, variants: list[Any]) -> list[Compared]:
         if ranked(self.staged.problem)[0] in variants:
@@ -217,7 +217,7 @@ class BreaksComparing(CpuServer):
 
 
 class HasChildren(CpuServer):
-    """Starts a process of its own, as compilers start assemblers, and then hangs."""
+    """Starts a child process, as compilers start assemblers, and then hangs."""
 
     def measure(self, variant: Any) -> Any:
         del variant
@@ -226,7 +226,7 @@ class HasChildren(CpuServer):
 
 
 class CpuStage(Stage):
-    """A stage on the CPU, whose kernels are PyTorch and whose clock knows the costs."""
+    """A stage on the CPU: PyTorch stands for its kernels, and its clock returns the made-up costs."""
 
     def __init__(self, problem: Problem, server: CpuServer) -> None:
         self.server = server
@@ -248,7 +248,7 @@ class CpuStage(Stage):
         poison: Callable[[], None] | None = None,
         **_: Any,
     ) -> Timing:
-        """Run as device_time does; inputs that a run before has overwritten are never timed."""
+        """Run thunks as device_time does, and assert that inputs which an earlier run has overwritten are never timed."""
         if thunks == [self.foreign]:
             return Timing(FOREIGN_US, 0.01)
         behind = self.foreign in (first := thunks[0].args[0] if isinstance(thunks[0].args[0], list) else [])
@@ -272,15 +272,15 @@ def around(out: Any) -> Any:
 
 
 def leave_a_mark() -> None:
-    """What a fork server is to call before it is asked to fork."""
+    """A function that a fork server should call before it is asked to fork."""
     (cache_folder("marks") / "mark").touch()
 
 
 def pipes() -> list[int]:
-    """Every socket that this process holds."""
+    """The file descriptors of all sockets of this process."""
     ends = []
     for path in list(Path("/proc/self/fd").iterdir()):
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+        with contextlib.suppress(FileNotFoundError):  # the descriptor that lists the folder is closed by now
             if str(path.readlink()).startswith("socket:"):
                 ends.append(int(path.name))
     return ends

@@ -1,4 +1,4 @@
-"""Imported by a fork server of tests: its children then have the pools that each would enumerate."""
+"""Imported by a fork server of tests: its children then share the pools, which each would have to enumerate."""
 
 from __future__ import annotations
 

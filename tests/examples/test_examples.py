@@ -1,4 +1,4 @@
-"""The example trains, swaps the kernels in and says what it found; and says so where the swap is wrong."""
+"""The example trains, swaps the kernels in and reports what it found, also if the swap is wrong."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_swap_that_takes_the_segments_in_another_order_is_seen(
     method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right: Callable[..., torch.Tensor] = getattr(seq2seq.TunedSeq2Seq, method)
-    turned = {"advance": (1, 0, 2), "predict": (0, 2, 1)}[method]  # the two whose widths may stand in either order
+    turned = {"advance": (1, 0, 2), "predict": (0, 2, 1)}[method]  # these two widths fit in either order
 
     def wrong(model: seq2seq.TunedSeq2Seq, *given: torch.Tensor) -> torch.Tensor:
         return right(model, *(given[i] for i in turned))

@@ -1,4 +1,4 @@
-"""The RoPE examples train and decode, compare with PyTorch's own, say what they found; and see a wrong swap."""
+"""The RoPE examples train and decode, compare with PyTorch's operators, report what they found, and notice a wrong swap."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DECODE = ["--hidden", "32", "--heads", "4", "--layers", "2", "--tokens", "24", "
 
 
 def run(script: str, *options: str) -> str:
-    """What the example prints; it must succeed, and warn of nothing."""
+    """The output of an example, which must succeed without a warning."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = (f"examples/{script}.py", "--device", "cpu", *options)
     done = python(*command, cwd=ROOT, environment=environment, new=script == "decode")
@@ -134,7 +134,7 @@ def test_steps_from_the_cache_give_what_the_whole_text_gives(
     torch.manual_seed(0)
     model, state = kind(options).double(), decode.empty_state(options)
     first = torch.randint(options.symbols, (options.batch,))
-    state.caches.fill_(100.0)  # a step must not see positions that are not written yet
+    state.caches.fill_(100.0)  # wrong values: a step must not read positions that are not written yet
     state.restart(first)
     text, logits = [], []
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The recurrent policy learns to remember, draws its rewards, and says so where resets are not those of the loop."""
+"""The recurrent policy learns to remember, plots its rewards, and reports resets that differ from those of the loop."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Random calls of all that is public, over tensors of any strides, against float64 and what PyTorch's own operators do.
+"""Random calls of every public function, on tensors of any strides, compared with float64 and PyTorch's operators.
 
-``python -m tests.fuzz`` makes them in many processes, on a GPU where there is one; tests/fuzz/test_fuzz.py a few, in pytest.
+``python -m tests.fuzz`` makes them in many processes, on a GPU if there is one; tests/fuzz/test_fuzz.py a few, in pytest.
 
-views.py     a tensor inside a poisoned storage, from a seed and its strides
+views.py     a tensor inside a poisoned storage, made from a seed and its strides
 formula.py   RoPE in float64, and the error that each element may have
-originals.py PyTorch's operators and modules, with the arguments of ours
-given.py     one call: its tensors, the mode that it runs in, and whether what it did is right
+originals.py PyTorch's operators and modules, with the arguments of our functions
+given.py     one call: its tensors, its mode, and whether its results are right
 case.py      a class of calls and its neighbour, the order in which they come, and the script that is printed
-draw*.py     what is drawn of a seed and an index
-refusals.py  where drop-ins refuse otherwise than their originals, and why
-forced.py    variants of rows, forced one after another; what came up
-worker.py    one process; __main__.py all of them
+draw*.py     what is drawn from a seed and an index
+refusals.py  where drop-ins refuse other calls than their originals, and why
+forced.py    variants of rows, forced one after another; which of them were chosen
+worker.py    one process; __main__.py runs all of them
 """

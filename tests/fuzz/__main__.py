@@ -1,4 +1,4 @@
-"""python -m tests.fuzz --seconds 60 --seed 1: random calls until the time is over, or as many as are asked for."""
+"""python -m tests.fuzz --seconds 60 --seed 1: random calls until the time is over, or so many are made."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 180  # seconds that one case may take: a few kernels are compiled in it
-SWEEPS = 12  # through the rows that did not come up, with a case for each; more where they are few
-FIRST_TURN = 1000  # of these; even, as those with calls like the row
-TRIED = 5  # scripts that are run once more before they are printed
+PATIENCE = 180  # seconds for one case, in which a few kernels are compiled
+SWEEPS = 12  # sweeps over the rows that were not chosen, with a case for each row; more if few rows are left
+FIRST_TURN = 1000  # the turn of the first sweep; even turns have calls like the row
+TRIED = 5  # scripts that are run again before they are printed
 LEAST = 3  # calls of each class
-CAP = 600  # seconds, where only a number of calls is asked for
-# Cases come in twos: one of twice as many calls as it repeats, and a short one. New classes of two, as seen on a GPU.
+CAP = 600  # seconds, if only a number of calls is given
+# Cases come in pairs: one with twice as many calls as repeats, and a short one. New classes of a pair, as seen on a GPU.
 CLASSES_OF_TWO, SHORT = 3.8, 8
 
 
@@ -29,7 +29,7 @@ def main() -> int:
     if asked.worker is not None:
         from tests.fuzz.worker import work  # noqa: PLC0415 - the parent imports no torch
 
-        pairs = itertools.count(asked.worker, asked.step)  # of a case with many calls, and one that forces a variant
+        pairs = itertools.count(asked.worker, asked.step)  # of a case with many calls and one that forces a variant
         stream = iter(asked.indices) if asked.indices else (2 * pair + n for pair in pairs for n in range(2))
         work(asked.seed, stream, asked.repeats, asked.seconds, asked.crash)
         return 0
@@ -81,7 +81,7 @@ def only(seed: int, index: int, repeats: int) -> int:
 
 
 class Found:
-    """What all processes told."""
+    """What all processes reported."""
 
     def __init__(self) -> None:
         self.calls = self.cases = self.restarts = 0
@@ -92,7 +92,7 @@ class Found:
         self.seconds = 0.0
 
     def run(self, asked: argparse.Namespace, processes: int, repeats: int) -> None:
-        """Processes until the time is over or enough was called; one that ends before is started again behind its case."""
+        """Run processes until the time is over or enough was called; one that ends is restarted after its case."""
         begin, told = time.monotonic(), queue.Queue[tuple[int, Any]]()
         workers = {k: _Worker(asked, k, k, processes, repeats, asked.seconds, told) for k in range(processes)}
         shown = begin
@@ -133,9 +133,9 @@ class Found:
         self.seconds = time.monotonic() - begin
 
     def sweep(self, asked: argparse.Namespace, processes: int) -> None:
-        """Cases that force the rows which did not come up, or whose kernels did not, a few for each.
+        """Run cases that force the rows that were not chosen, or whose kernels were not, a few cases for each row.
 
-        What was drawn may have been no call for them.
+        The calls drawn for such a row may not have suited it.
         """
         if not self.kernels:
             return
@@ -146,7 +146,7 @@ class Found:
         turn = FIRST_TURN
         for _ in range(SWEEPS):
             left = [row for row in every_row() if row not in self.rows or not kernels_of(*row) <= self.kernels]
-            turns = range(turn, turn + 2 * max(1, processes // max(1, len(left))), 2)  # no process without a case
+            turns = range(turn, turn + 2 * max(1, processes // max(1, len(left))), 2)  # every process gets a case
             turn = turns.stop
             indices = [index_of(world(), *row, each) for row in left for each in turns]
             parts = [indices[k::processes] for k in range(processes) if indices[k::processes]]
@@ -189,11 +189,11 @@ class Found:
         )
 
     def report(self, asked: argparse.Namespace) -> int:
-        """Print all, write the file; 1 where something is wrong, or less was done than was asked."""
+        """Print everything and write the file; returns 1 if something is wrong, or less was done than was asked for."""
         for number, failure in enumerate(self.failures):
             told = failure["script"]
             if number < TRIED and told != failure["whole"] and not raises(told):
-                told = failure["whole"]  # it takes what came before
+                told = failure["whole"]  # the failure needs the calls before it
             print(f"\n{failure['message']}\n{told}")  # noqa: T201
         missing = self._missing() if self.kernels else []
         rate = self.calls / max(self.seconds, 1e-9)
@@ -219,7 +219,7 @@ class Found:
         return int(bool(self.failures or short or (asked.calls and missing)))
 
     def _missing(self) -> list[str]:
-        """Kernels and rows that a lookup can choose, and none did."""
+        """Kernels and rows that a lookup can choose, and none chose."""
         from tests.fuzz.forced import all_kernels, every_row  # noqa: PLC0415
 
         rows = [f"row {index} of {family}" for family, index in every_row() if (family, index) not in self.rows]
@@ -227,7 +227,7 @@ class Found:
 
 
 def raises(script: str) -> bool:
-    """Whether a script fails in a process of its own."""
+    """Whether a script fails in its own process."""
     try:
         return bool(
             subprocess.run(
@@ -239,7 +239,7 @@ def raises(script: str) -> bool:
 
 
 class _Worker:
-    """A process, and the case that it is at."""
+    """A process, and the case that it is running."""
 
     def __init__(
         self, asked: argparse.Namespace, name: int, start: int, step: int, repeats: int, seconds: float,

@@ -1,4 +1,4 @@
-"""``rope_append_`` of tensors as models hold them: parts of one qkv, caches that are parts of one tensor."""
+"""``rope_append_`` of tensors as models have them: parts of one qkv, and caches that are parts of one tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tuned import dispatch
 
 
 def parts(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...]:
-    """Views: the query, the key and the value."""
+    """Views of qkv: the query, the key and the value."""
     keys = (qkv.shape[1] - heads) // 2
     return qkv[:, :heads], qkv[:, heads : heads + keys], qkv[:, heads + keys :]
 
@@ -28,7 +28,7 @@ def called(
     value_cache: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """What is overwritten: the query, or the qkv that it is a part of; the caches, or what both are parts of; then the key."""
+    """The overwritten tensors: the query or its qkv; the caches or the tensor that holds both; then the key."""
     if qkv is not None:
         q, k, v = parts(qkv, heads)
     caches = (key_cache, value_cache) if both is None else (both[:, 0], both[:, 1])

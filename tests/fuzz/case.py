@@ -1,4 +1,4 @@
-"""A case of the fuzz: two classes of calls that are neighbours, and the order in which they come; and its script."""
+"""A case of the fuzz: two neighbouring classes of calls, the order in which they come, and the script of the case."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALIASES = {
 
 
 class Name(str):
-    """An argument that is a tensor of the call: its name, or an expression over names."""
+    """An argument that is a tensor of the call, as its name or as an expression over names."""
 
     __slots__ = ()
 
@@ -33,13 +33,13 @@ class Name(str):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A class of calls: all but the numbers in its tensors."""
+    """A class of calls: everything but the numbers in the tensors."""
 
     function: str  # "tuned.dispatch.rope"
     views: dict[str, View]
-    arguments: dict[str, Any]  # Name where it is a tensor
-    check: str  # method of Given
-    judged: tuple[Any, ...] = ()  # its arguments
+    arguments: dict[str, Any]  # a Name stands for a tensor
+    check: str  # a method of Given
+    judged: tuple[Any, ...] = ()  # the arguments of ``check``
     named: dict[str, Any] = dataclasses.field(default_factory=dict)
     mode: str = "plain"
     autocast: Any = None
@@ -48,14 +48,14 @@ class Call:
     truncates: bool = False
 
     def key(self) -> str:
-        """What tells classes apart."""
+        """What distinguishes classes."""
         views = {name: dataclasses.replace(v, values=None, scale=1.0) for name, v in self.views.items()}
         return repr(
             (self.function, views, self.arguments, self.check, self.mode, self.autocast, self.tf32, self.written)
         )
 
     def settings(self, device: str) -> dict[str, Any]:
-        """Those of Given."""
+        """The settings of Given."""
         defaults = {f.name: f.default for f in dataclasses.fields(Call)}
         names = ("mode", "autocast", "tf32", "written", "truncates")
         return {"device": device} | {n: getattr(self, n) for n in names if getattr(self, n) != defaults[n]}
@@ -63,25 +63,25 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Everything that one index of one seed stands for."""
+    """Everything that one index of one seed determines."""
 
     seed: int
     index: int
     calls: tuple[Call, ...]  # a class, and its neighbour
-    steps: tuple[tuple[int, int], ...]  # which of them, and the seed of its numbers
+    steps: tuple[tuple[int, int], ...]  # which of the two calls, and the seed of its numbers
     forced: Any = None  # (family, row): the variant that lookups give
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What was wrong, and how to see it again."""
+    """What was wrong, and how to reproduce it."""
 
     seed: int
     index: int
     step: int
     message: str
-    script: str  # the one call that was wrong, where it was wrong again when nothing was known of earlier ones
-    whole: str  # all calls of the case up to it
+    script: str  # only the wrong call, if it fails again without any earlier call
+    whole: str  # all calls of the case up to the wrong one
 
 
 def function_of(path: str) -> Any:
@@ -100,10 +100,10 @@ def resolved(value: Any, tensors: dict[str, Any]) -> Any:
 
 
 def perform(call: Call, seed: int, device: str) -> None:
-    """One call, and everything about it judged.
+    """Make one call, and check everything about it.
 
     Raises:
-        Wrong: what it did is not right.
+        Wrong: the call did something that is not right.
     """
     given = Given(seed, **call.settings(device))
     tensors = {name: given.view(name, view) for name, view in call.views.items()}
@@ -112,9 +112,9 @@ def perform(call: Call, seed: int, device: str) -> None:
 
 
 def run(case: Case, device: str, performed: Any = perform) -> tuple[int, Failure | None]:
-    """The steps of a case up to the first that is wrong: how many calls were made, and what was wrong.
+    """Make the calls of a case up to the first wrong one; returns the number of calls, and what was wrong.
 
-    The script of a failure has that call alone where it fails alone, else all that came before it in the case.
+    The script of a failure has only the wrong call if that fails alone, else all calls of the case up to it.
     """
     from tests.fuzz.forced import forced, fresh  # noqa: PLC0415 - which imports all of tuned
 
@@ -143,7 +143,7 @@ def _again(performed: Any, call: Call, seed: int, device: str) -> bool:
 
 
 def script(case: Case, device: str, steps: tuple[tuple[int, int], ...] | None = None, message: str = "") -> str:
-    """Python that makes calls of a case again, by default all; it fails where one of them is wrong."""
+    """Python that makes the calls of a case again (by default all); it fails if one of them is wrong."""
     steps = case.steps if steps is None else steps
     used = sorted({which for which, _ in steps})
     functions = {case.calls[which].function.rsplit(".", 1)[0] for which in used}

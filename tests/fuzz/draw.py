@@ -1,4 +1,4 @@
-"""A seed and an index to a case: which call, its neighbour, and in what order they come."""
+"""From a seed and an index to a case: its call, the neighbour of the call, and the order in which they come."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from tests.fuzz.views import View, drawn, redrawn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ELEMENTS = 3e7  # of all tensors of all calls of a case, but for six calls
-NORMED = 0.2  # of rotations have a norm before them
-LATENT = 0.15  # of the others are of latent attention
-APPENDED = 0.1  # of rotations write a cache
-WRONG = 0.1  # of all cases are of calls that are not allowed
+ELEMENTS = 3e7  # elements of all calls' tensors in a case; a case of larger tensors still has six calls
+NORMED = 0.2  # share of rotations with a norm before them
+LATENT = 0.15  # share of the other rotations that are of latent attention
+APPENDED = 0.1  # share of rotations that write a cache
+WRONG = 0.1  # share of all cases whose calls are not allowed
 KINDS = {"rope": 46, "gru": 13, "gru_cell": 9, "linear_cat": 6, "nn_gru": 8, "nn_gru_cell": 5, "dropin": 13}
 
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """Where calls run, as far as what is drawn, or right, depends on it."""
+    """Where calls run: everything about the place that decides what is drawn, or what is right."""
 
     device: str = "cpu"
     truncates: bool = False  # Triton's interpreter, which rounds bfloat16 toward zero
-    sees_values: bool = True  # of positions: on a CPU
+    sees_values: bool = True  # of positions, which a call reads on a CPU
     most: int = 200_000  # elements of a rotated tensor
     hidden: int = 256
     long: int = 5  # how often sequences are long
-    texts: bool = True  # errors of modules have PyTorch's words
+    texts: bool = True  # modules raise errors with PyTorch's text
     modes: tuple[str, ...] = ("plain", "no_grad", "inference", "grad", "autocast", "stream", "graph")
     kinds: tuple[str, ...] = tuple(KINDS)
-    forces: bool = False  # whether variants are forced in every third case
+    forces: bool = False  # whether every second case forces a variant
 
     @property
     def casts(self) -> tuple[torch.dtype, ...]:
@@ -58,7 +58,7 @@ GPU = World("cuda", sees_values=False, most=1_000_000, hidden=600, forces=True)
 
 
 def drawn_call(rng: random.Random, world: World, kind: str, row: Any = None) -> Call:
-    """A call of a kind; like a row of a table where one is given."""
+    """A call of a kind; like a table's row if one is given."""
     wrong = row is None and rng.random() < WRONG
     spec = None if row is None else row.spec
     if kind == "rope":
@@ -87,7 +87,7 @@ def _rotation(rng: random.Random, world: World, row: Any, *, wrong: bool) -> Cal
 
 
 def neighbour(rng: random.Random, world: World, kind: str, call: Call, row: Any = None) -> Call:
-    """A call that differs in little: one tensor lies in another way, or the mode is another; or in more."""
+    """A call that differs from this one in a tensor's strides or place, or in the mode; sometimes in more."""
     way = rng.random()
     if call.check == "check_refused" or way < 0.3:
         return drawn_call(rng, world, kind, row)
@@ -106,26 +106,26 @@ def neighbour(rng: random.Random, world: World, kind: str, call: Call, row: Any 
     if view.device:
         return call
     new = redrawn(rng, view) if name not in call.written else redrawn(rng, dataclasses.replace(view))
-    if rng.random() < 0.4:  # nothing but another place
+    if rng.random() < 0.4:  # only another place in memory
         new = dataclasses.replace(view, offset=view.offset + (2 if view.negative else 1), size=view.size + 2)
     return dataclasses.replace(call, views=call.views | {name: new})
 
 
-# Families that serve the calls of another kind, if these need a gradient. The interpreter has no way for them here.
+# Families that serve calls of another kind if these need a gradient. In the interpreter nothing here runs them.
 CALLED_BY = {"gru_backward": "gru"}
 
 
 def _walk(world: World) -> list[tuple[str, int]]:
-    """The rows that calls of a world can be given."""
+    """The rows that calls of a world can get."""
     there = [pair for pair in every_row() if CALLED_BY.get(pair[0], pair[0]) in world.kinds]
     return [pair for pair in there if pair[0] not in CALLED_BY or world.device == "cuda"]
 
 
 def case(world: World, seed: int, index: int, repeats: int = 3) -> Case:
-    """The case of an index; the same in every process.
+    """The case of an index; it is the same in every process.
 
-    Every second walks over the rows of tables and portfolios and forces the variant of one: in each other walk on calls
-    like the row, with few repeats, since what it is for is another kernel.
+    Every second case walks over the rows of tables and portfolios and forces a row's variant. In every other walk calls
+    are like the row. Such cases have few repeats, since they are for seeing another kernel.
     """
     rng = random.Random(seed * 1_000_003 + index)
     kinds = [k for k in KINDS if k in world.kinds]
@@ -136,7 +136,7 @@ def case(world: World, seed: int, index: int, repeats: int = 3) -> Case:
         force = walk[at]
         kinds, repeats = [CALLED_BY.get(force[0], force[0])], min(repeats, 4)
         row = None if turn % 2 else rows(force[0])[force[1]]
-        # What kernels serve: steps and linears that need a gradient are PyTorch's, and autocast asks for another dtype.
+        # What kernels serve: PyTorch serves steps and linears that need a gradient; autocast asks for another dtype.
         modes = [m for m in world.modes if m != "autocast" and (m != "grad" or force[0] == "rope")]
         modes = ["grad"] if force[0] in CALLED_BY else modes
         world = dataclasses.replace(world, modes=tuple(modes))
@@ -151,6 +151,6 @@ def case(world: World, seed: int, index: int, repeats: int = 3) -> Case:
 
 
 def index_of(world: World, family: str, row: int, turn: int) -> int:
-    """The index of the case that forces a row in one of the walks; even turns are those with calls like it."""
+    """The index of the case that forces a row in a walk; in walks of even turns the calls are like the row."""
     walk = _walk(world)
     return 2 * (turn * len(walk) + walk.index((family, row))) + 1

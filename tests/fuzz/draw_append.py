@@ -1,4 +1,4 @@
-"""Calls that write a cache: every layout, place and slot, over tensors of any strides. float8 has tests of its own."""
+"""Calls that write a cache: every layout, place and slot, over tensors of any strides. float8 has its own tests."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from tests.fuzz.draw import World
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-ALIKE = 0.9  # of tensors of calls like a row are contiguous: kernels take one stride of features for three of them
+ALIKE = 0.9  # share of contiguous tensors in calls like a row: kernels take one stride of features for three of them
 MODES = ("plain", "no_grad", "inference", "stream", "graph")
 
 
 def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: PLR0912, PLR0915 - one thing after another
-    """A call; like a spec where one is given."""
+    """A call; like a spec if one is given."""
     mode = world.mode(rng, [m for m in MODES if m in world.modes] or ["no_grad"])
     dtype = rng.choices(DTYPES, (35, 27, 25, 13))[0]
     tokens = rng.choice((1, 1, 2, 3, 5, 7, 16, 0 if rng.random() < 0.1 else 3))
@@ -33,7 +33,7 @@ def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: P
         dtype, tokens, plain = getattr(torch, spec.dtype), max(tokens, 1), {"plain": ALIKE}
         heads, key_heads, head_dim, rotary = spec.heads, spec.key_heads, spec.head_dim, spec.rotary_dim
         style, source, normed = spec.interleaved, spec.angles, spec.normed
-    if mode == "graph" and dtype == torch.float64:  # PyTorch's operators
+    if mode == "graph" and dtype == torch.float64:  # PyTorch's operators serve it
         mode = "no_grad"
     rotated = rng.choice(("first", "first", "last", "proportional"))
     if rotated == "proportional" and (style or head_dim % 2):
@@ -69,7 +69,7 @@ def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: P
     if key_inplace:
         arguments["key_inplace"] = True
         written += ["k"] if "k" in views else []
-    # Each place once; some tokens have none, and the last may have no slot at all.
+    # Each place occurs once; some tokens have no place, and the last may have no slot at all.
     kind, places = rng.choice((torch.int32, torch.int64)), pages * page_size
     count = tokens if rng.random() < 0.7 or spec is not None else rng.randint(0, tokens)
     free = rng.sample(range(places), places)

@@ -1,4 +1,4 @@
-"""Calls of the drop-ins for other libraries' RoPE, and those that are wrong: tests.fuzz.refusals."""
+"""Calls of the drop-ins for other libraries' RoPE, and wrong calls of them from tests.fuzz.refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INDICES = (torch.int32, torch.int64)
 
 @dataclasses.dataclass
 class Made:
-    """A call of a drop-in before its mode."""
+    """A call of a drop-in, before it gets a mode."""
 
     path: str
     views: dict[str, View]
@@ -41,7 +41,7 @@ class Made:
 
 
 def draw(rng: random.Random, world: World, *, wrong: bool = False) -> Call:
-    """A call of one of them."""
+    """A call of one of the drop-ins."""
     make = rng.choice((_te, _te, _flash, _flash, _flash_qkv, _flash_kv, _liger, _liger_vision, _vllm, _vllm))
     dtype = rng.choices(DTYPES, ODDS)[0]
     mode = world.mode(rng, ("plain", "no_grad", "inference", "grad", "autocast", "stream"))
@@ -75,7 +75,7 @@ def draw(rng: random.Random, world: World, *, wrong: bool = False) -> Call:
 
 
 class _Drawer:
-    """Tensors of one call."""
+    """Draws the tensors of one call."""
 
     def __init__(self, rng: random.Random, world: World, dtype: torch.dtype, mode: str) -> None:
         self.rng, self.world, self.dtype, self.mode = rng, world, dtype, mode
@@ -239,7 +239,7 @@ def _flash(d: _Drawer) -> Made:
 def _offsets(
     d: _Drawer, arguments: dict[str, Any], angles: dict[str, str], batch: int
 ) -> tuple[int, int, dict[str, str]]:
-    """seqlen_offsets: how far they reach, the number, and the angles' names with a tensor's."""
+    """seqlen_offsets: how far they reach, the number, and the names of the angles together with that of a tensor."""
     way = d.rng.random()
     if way < 0.3:
         arguments["seqlen_offsets"] = number = d.rng.choice((1, 3, 16))

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ODDS = (45, 25, 20, 10)
-RESET = 0.15  # of calls, those whose states are reset
-LONG = 100  # steps that are too many for the reference to go one by one
-FED = 0.25  # of steps in place, the share of which one segment is the state that is overwritten
+RESET = 0.15  # share of calls whose states are reset
+LONG = 100  # so many steps take the reference too long one by one
+FED = 0.25  # share of steps in place one of whose segments is the state that is overwritten
 REFUSED = (TypeError, ValueError)
 MODES = ("plain", "no_grad", "inference", "grad", "autocast", "stream", "graph")
 
@@ -94,7 +94,7 @@ def gru(rng: random.Random, world: World, spec: Any = None, size: Any = None) ->
     seq = rng.choices((1, 2, 3, 5, 9, 20, 70), (20, 20, 20, 15, 12, 10, world.long))[0]
     seq = min(seq, 9) if size is not None else seq
     if spec is None and world.device == "cuda" and layout == "dense" and rng.random() < 0.05:
-        # Past what tuned.calls.gru.project.SMALL_PRODUCT leaves to the library.
+        # More than tuned.calls.gru.project.SMALL_PRODUCT, so that the product is not left to the library.
         batch, seq, hidden, features, layers = rng.choice((1, 1, 2)), rng.choice((500, 1001, 1996)), 384, 384, 1
     first = layout == "dense" and rng.random() < 0.5
     arguments: dict[str, Any] = {}
@@ -236,9 +236,9 @@ def linear_cat(rng: random.Random, world: World, spec: Any = None, size: Any = N
 def nn_gru(  # noqa: PLR0912, PLR0915 - one thing after another
     rng: random.Random, world: World, *, wrong: bool = False
 ) -> Call:
-    """The call of a GRU module, ours or torch's patched or replaced; what torch's own would say of it is right."""
+    """The call of a GRU module, ours or torch's patched or replaced; right is what torch's module would answer."""
     dtype = rng.choices(DTYPES, ODDS)[0]
-    mode = world.mode(rng, MODES[:-1])  # a captured module is a captured call
+    mode = world.mode(rng, MODES[:-1])  # capturing a module would be capturing its call
     tensor = _tensors(rng, world, dtype, mode)
     both, layers, bias, first = rng.random() < 0.35, rng.choice((1, 1, 2)), rng.random() < 0.7, rng.random() < 0.5
     hidden, features = _size(rng, world), _size(rng, world)
@@ -317,7 +317,7 @@ def nn_gru(  # noqa: PLR0912, PLR0915 - one thing after another
         tensor.views[name] = contiguous(view.shape, view.dtype, device="cpu" if world.device == "cuda" else "meta")
     arguments |= named
     arguments |= {"chunk": chunk} if not chunk else {}
-    for name, view in tensor.views.items():  # parameters of a module are its own leaves
+    for name, view in tensor.views.items():  # a module's parameters are its own leaves
         if name not in ("input", "hx") and view.grad:
             tensor.views[name] = dataclasses.replace(view, grad="")
     if mode == "grad" and not any(v.grad for v in tensor.views.values()):
@@ -352,7 +352,7 @@ def _parameters(
 def nn_gru_cell(rng: random.Random, world: World, *, wrong: bool = False) -> Call:
     """The call of a GRUCell module."""
     dtype = rng.choices(DTYPES, ODDS)[0]
-    mode = world.mode(rng, MODES[:-1])  # a captured module is a captured call
+    mode = world.mode(rng, MODES[:-1])  # capturing a module would be capturing its call
     tensor = _tensors(rng, world, dtype, mode)
     hidden, bias, batch = _size(rng, world), rng.random() < 0.7, rng.choice((1, 1, 2, 5, 17))
     kind = rng.choice(("nn", "nn", "patched", "replace"))
@@ -365,7 +365,7 @@ def nn_gru_cell(rng: random.Random, world: World, *, wrong: bool = False) -> Cal
     if wrong:
         way = rng.choice(("features", "axes", "state", "state axes", "dtype", "batch", "None", "elsewhere"))
         has_state = has_state or way in ("state", "state axes", "batch")
-        # A vector with states [1, 1] ends the process in torch.nn.GRUCell itself, which is asked what is wrong; tests/tuned/test_nn_errors.py.
+        # torch.nn.GRUCell, asked for its error, ends the process for a vector with states [1, 1]: see test_nn_errors.py.
         more = 2 if state == (1,) else 1
         state = {"state": (*lead, hidden + 1), "state axes": (more, *state), "batch": (7, hidden)}.get(way, state)
         widths = [features + 1] if way == "features" else widths

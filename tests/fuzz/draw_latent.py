@@ -1,4 +1,4 @@
-"""Calls of multi-head latent attention: key and value of kv, and rotations whose pairs are put apart, over tensors of any strides."""
+"""Calls of multi-head latent attention: key and value of kv, rotations that put pairs apart; any strides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: PLR0912, PLR0915 - one thing after another
-    """A call; like a spec where one is given, the gradient by a call that asks for one."""
+    """A call; like a spec if one is given. For a spec of a gradient, a call that asks for the gradient."""
     mode = world.mode(rng, MODES)
     splits = rng.random() < 0.7
     dtype = rng.choices(DTYPES, (35, 27, 25, 13))[0]
@@ -65,7 +65,7 @@ def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: P
         first = "x"
     if mode == "grad" and not any(v.grad for v in views.values()):
         views[first] = dataclasses.replace(views[first], grad="made")
-    # Positions, and angles that reach them.
+    # Positions, and angles with rows for them.
     place = rng.choice(("order", "ids", "shifted", "axes"))
     sections = divided(rng, rotary // 2) if place == "axes" else ()
     count = batch * seq if layout == "thd" else seq

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from tests.fuzz.draw import World
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-TOGETHER = 0.4  # of queries and keys are parts of one tensor
-ALIKE = 0.8  # of queries and keys of calls like a row are contiguous
+TOGETHER = 0.4  # share of queries and keys that are parts of one tensor
+ALIKE = 0.8  # share of contiguous queries and keys in calls like a row
 MODES = ("plain", "no_grad", "inference", "grad", "stream", "graph")
 
 
 def divided(rng: random.Random, pairs: int) -> tuple[int, ...]:
-    """Pairs of each of two to four axes; of three a third each, as far as there are, in half of the cases."""
+    """The pairs of each of two to four axes; in half of the cases three axes, with about a third of the pairs each."""
     if rng.random() < 0.5:
         return pairs - 2 * (pairs // 3), pairs // 3, pairs // 3
     cuts = sorted(rng.randint(0, pairs) for _ in range(rng.choice((1, 2, 3))))
@@ -31,13 +31,13 @@ def divided(rng: random.Random, pairs: int) -> tuple[int, ...]:
 
 
 def taken_in_turn(sections: tuple[int, ...]) -> bool:
-    """Whether three sections can be in turn: 0 1 2 0 1 2, as far as those of 1 and 2 go."""
+    """Whether three sections can be taken in turn: 0 1 2 0 1 2, as long as sections 1 and 2 have pairs."""
     pairs = sum(sections)
     return 3 * sections[1] <= pairs + 1 and 3 * sections[2] <= pairs
 
 
 def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: PLR0912, PLR0915 - one thing after another
-    """A call; like a spec where one is given, the gradient of a norm by a call that asks for one."""
+    """A call; like a spec if one is given. For a spec of a norm's gradient, a call that asks for the gradient."""
     mode = world.mode(rng, MODES)
     dtype = rng.choices(DTYPES, (35, 27, 25, 13))[0]
     layout = rng.choice(("bshd", "sbhd", "thd", "bhsd"))
@@ -74,7 +74,7 @@ def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: P
         if spec is not None and name in (
             "q",
             "k",
-        ):  # a key whose features lie otherwise than the query's is no kernel's
+        ):  # kernels take no key whose features lie otherwise than the query's
             rest["plain"] = ALIKE
         asks = mode == "grad" and grad and rng.random() < 0.8
         how = rng.choice(("leaf", "made")) if asks else ""
@@ -87,7 +87,7 @@ def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: P
     def shape(count: int) -> tuple[int, ...]:
         return (batch, count, seq, head_dim) if layout == "bhsd" else (*tokens, count, head_dim)
 
-    what: dict[str, Any] = {}  # the function, and how it is judged
+    what: dict[str, Any] = {}  # the function, and how it is checked
     if packs and key_heads:
         what = _packed(rng, tensor, views, arguments, tokens, (heads, key_heads, head_dim))
     elif together and key_heads:
@@ -110,7 +110,7 @@ def draw(rng: random.Random, world: World, spec: Any = None) -> Call:  # noqa: P
     if mode == "grad" and not any(v.grad for v in views.values()):
         first = "q" if "q" in views else "qkv"
         views[first] = dataclasses.replace(views[first], grad="made")
-    # Positions, and angles that reach them.
+    # Positions, and angles with rows for them.
     place = rng.choice(("order", "ids", "shifted", "axes"))
     sections = divided(rng, rotary // 2) if place == "axes" else ()
     in_turn = len(sections) == 3 and taken_in_turn(sections) and rng.random() < 0.5
@@ -166,7 +166,7 @@ def _packed(
     rng: random.Random, tensor: Any, views: dict[str, View], arguments: dict[str, Any], tokens: tuple[int, ...],
     sizes: tuple[int, int, int],
 ) -> dict[str, Any]:  # fmt: skip
-    """A packed qkv, with an axis of 3 where there are as many keys as queries, at times."""
+    """A packed qkv; sometimes with an axis of 3, if there are as many keys as queries."""
     heads, key_heads, head_dim = sizes
     tensor("qkv", (*tokens, heads + 2 * key_heads, head_dim))
     see = f"qkv[..., :-{key_heads}, :]"

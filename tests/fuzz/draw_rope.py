@@ -32,7 +32,7 @@ REFUSED = (TypeError, ValueError)
 
 @dataclasses.dataclass
 class Drawn:
-    """What a call will be of, before its tensors."""
+    """Everything about a call but its tensors."""
 
     function: str
     layout: str
@@ -52,7 +52,7 @@ class Drawn:
 
 
 def chosen(rng: random.Random, world: World, spec: Any = None, size: Any = None) -> Drawn:
-    """Sizes and words of a call; those of a spec where one is given, and about its size."""
+    """Sizes and other arguments of a call; those of a spec if one is given, with about its size."""
     function = rng.choices(("rope", "rope_qk", "rope_qkv", "rope_backward"), (30, 30, 20, 20))[0]
     layout = rng.choice(("bshd", "sbhd", "thd", "bhsd"))
     dtype = rng.choices(DTYPES, ODDS)[0]
@@ -93,7 +93,7 @@ def chosen(rng: random.Random, world: World, spec: Any = None, size: Any = None)
         inplace = False
     if spec is not None and layout == "bshd" and rng.random() < FIRST:
         layout = "bhsd"
-    if function == "rope_qkv" and layout == "bhsd":  # which is refused
+    if function == "rope_qkv" and layout == "bhsd":  # it is refused
         layout = "bshd"
     while spec is None and batch * seq * max(heads, 1) * head_dim > most and (seq > 1 or heads > 1):
         seq, heads = (seq // 2, heads) if seq > 1 else (seq, heads // 2)
@@ -106,7 +106,7 @@ def chosen(rng: random.Random, world: World, spec: Any = None, size: Any = None)
 
 
 def draw(rng: random.Random, world: World, spec: Any = None, size: Any = None) -> Call:  # noqa: PLR0912, PLR0915 - one thing after another
-    """A call that is right, or refused for what its values say."""
+    """A call that is right, or that is refused because of its values."""
     d = chosen(rng, world, spec, size)
     mode = world.mode(rng, ("plain", "no_grad", "inference", "grad", "autocast", "stream", "graph"))
     if world.device == "cuda" and d.dtype == torch.float64 and mode == "graph":
@@ -145,7 +145,7 @@ def draw(rng: random.Random, world: World, spec: Any = None, size: Any = None) -
     lengths = [b - a for a, b in itertools.pairwise(bounds)]
     sequences = len(bounds) - 1 if bounds else batch
     longest = max(lengths, default=0) if packed and bounds else seq * cp_size
-    # How far they reach, and the rows of the table.
+    # How far positions reach, and the number of rows of the table.
     number = 0
     starts: list[int] = []
     if place == "shifted":
@@ -186,7 +186,7 @@ def draw(rng: random.Random, world: World, spec: Any = None, size: Any = None) -
         arguments["offset"] = Name("starts")
     elif number:
         arguments["offset"] = Integer(number) if rng.random() < 0.1 else number
-    # What the call can see of that.
+    # Which of these values the call can see.
     if d.source != "inv_freq":
         if place not in ("ids", "shared") and not packed and number + seq * cp_size > rows:
             refusal = "positions past the table"
@@ -258,7 +258,7 @@ def draw(rng: random.Random, world: World, spec: Any = None, size: Any = None) -
 
 
 def _bounds(rng: random.Random, tokens: int, multiple: int, cp_size: int) -> list[int]:
-    """cu_seqlens of whole sequences, of which this rank has ``tokens``; some tokens may belong to none."""
+    """cu_seqlens of whole sequences, of which this rank has ``tokens``; some tokens may belong to no sequence."""
     whole = tokens * cp_size // multiple
     first = rng.choice((0, 0, 0, 1)) if whole > 1 else 0
     last = whole - (rng.choice((0, 0, 0, 1)) if whole > 1 else 0)
@@ -312,7 +312,7 @@ def _rotated(
     rng: random.Random, d: Drawn, shape: tuple[int, ...], views: dict[str, View], rope: Rope,
     seen: dict[str, str], mode: str,
 ) -> tuple[dict[str, Any], list[Part], tuple[str, ...], str]:  # fmt: skip
-    """The tensors that are rotated: arguments, parts, results, and why they are refused."""
+    """The rotated tensors: arguments, parts, results, and why the call is refused."""
     scale = rng.choices((1.0, 100.0, 1e-3), (80, 10, 10))[0]
 
     def tensor(name: str, shape: tuple[int, ...]) -> None:
@@ -339,7 +339,7 @@ def _rotated(
         if d.key_heads is None:
             return {"q": Name("q"), "k": None}, parts, ("q",), ""
         tensor("k", laid(d.key_heads))
-        if mode == "grad" and rng.random() < 0.25:  # one of the two needs none
+        if mode == "grad" and rng.random() < 0.25:  # one of the two needs no gradient
             name = rng.choice(("q", "k"))
             views[name] = dataclasses.replace(views[name], grad="")
         return {"q": Name("q"), "k": Name("k")}, [*parts, Part("k", "k", rope, seen)], ("q", "k"), ""
@@ -379,7 +379,7 @@ def _packed(
 
 
 def spoiled(rng: random.Random, world: World, call: Call) -> Call:
-    """A call with one thing that is not allowed."""
+    """The call, changed in one thing so that it is not allowed."""
     views, arguments = dict(call.views), dict(call.arguments)
     first = next(iter(arguments))
     name = str(arguments[first]).split("[")[0]

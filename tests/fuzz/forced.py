@@ -1,4 +1,4 @@
-"""Variants that lookups can give: all of them, one after another, whatever the call; and what came up."""
+"""All variants that lookups can give, forced one after another for any call; and what was chosen."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tuned.lookup.table import Row, tables
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PROBE = "rope_table"  # launched to try a launcher, chosen by nothing
+PROBE = "rope_table"  # a kernel that launchers are tried with; no lookup chooses it
 SERVED: set[tuple[str, int]] = set()  # rows whose variant was given to a call
 PLANS = (
     "_ONCE",
@@ -36,14 +36,14 @@ PLANS = (
     "_CLASSES",
     "_KNOWN",
     "LEFT",
-)  # what modules of tuned remember of calls
+)  # tables in which modules of tuned remember calls
 
 
 @functools.cache
 def rows(family: str, capability: int = 90) -> tuple[Any, ...]:
-    """One row for each variant that some row of a table or a portfolio has: of those the smallest. And one a default kernel.
+    """For each variant in a table or portfolio, its smallest row; and one row for each default kernel.
 
-    The kernels of defaults are what calls get that no row is like; few calls drawn at random ask for each.
+    Calls that no row is like get default kernels; few random calls need each of them.
     """
     found: dict[Any, Any] = {}
     everything = [row for table in tables().values() for row in table.rows[family]] + list(rows_for(family, capability))
@@ -56,7 +56,7 @@ def rows(family: str, capability: int = 90) -> tuple[Any, ...]:
         for _, name, spec, variant, default in texts()
         if default and name not in named and name != PROBE and _is_of(FAMILIES[family], name, spec, variant)
     ]
-    # A row is of a measurement, and no kernel takes no time; those of a portfolio and of defaults are of none.
+    # Rows of a portfolio and of defaults were not measured: they get a time, since a measured time is above 0.
     return tuple(dataclasses.replace(row, median_us=row.median_us or 1.0) for row in (*found.values(), *defaults))
 
 
@@ -65,7 +65,7 @@ def _is_of(family: Family, name: str, spec: Any, variant: Any) -> bool:
 
 
 def _launching(family: Family, name: str, spec: Any, sizes: list[Any], variants: list[Any]) -> tuple[Any, Any]:
-    """The first size and variant, the smallest size first, that are legal together and launch a kernel."""
+    """The first legal size and variant that launch a kernel, the smallest size first."""
     found = itertools.product(sizes, [v for v in variants if name in family.kernel_names(spec, v)])
     return next((size, v) for size, v in found if usable(family, spec, size, v, 90, 132))
 
@@ -81,27 +81,27 @@ def _weight(row: Any) -> tuple[float, str]:
 
 
 def every_row(capability: int = 90) -> list[tuple[str, int]]:
-    """(family, which of its rows), of all families in turn."""
+    """(family, index of a row), for the rows of all families in turn."""
     return [(family, index) for family in FAMILIES for index in range(len(rows(family, capability)))]
 
 
 def kernels_of(family: str, index: int) -> set[str]:
-    """Those that the variant of a row launches."""
+    """The kernels that a row's variant launches."""
     row = rows(family)[index]
     return set(FAMILIES[family].kernel_names(row.spec, row.variant))
 
 
-_SEEN: list[str] = []  # of all modules in the order of their imports, so far
+_SEEN: list[str] = []  # names of all modules so far, in the order of their imports
 _OURS: list[str] = []
 
 
 def _modules() -> list[Any]:
-    """Those of tuned but generated ones, which are hundreds and have only kernels and rows.
+    """The modules of tuned without the hundreds of generated ones, which contain only kernels and rows.
 
-    Of thousands that are imported only those are looked at that came since the last time, which are at the end.
+    Of thousands of imported modules it looks only at those at the end, which were imported since the last call.
     """
     names = list(sys.modules)
-    if names[: len(_SEEN)] != _SEEN:  # one has gone
+    if names[: len(_SEEN)] != _SEEN:  # a module has gone
         _SEEN.clear()
         _OURS.clear()
     new = names[len(_SEEN) :]
@@ -113,11 +113,11 @@ def _modules() -> list[Any]:
 
 @contextlib.contextmanager
 def forced(family: str, index: int) -> Iterator[None]:
-    """Inside, lookups of a family give the variant of one row wherever its kernels can do the call; nothing else is known."""
+    """Inside, a family's lookups give one row's variant wherever its kernels can serve; no earlier call is known."""
     genuine, row = tuned.lookup.lookup.choose, rows(family)[index]
 
     def choose(of: Any, spec: Any, size: Any, gpu: Any) -> Choice:
-        if family == "gru_backward" and of.name == "gru":  # a gradient by kernels is of a forward by kernels
+        if family == "gru_backward" and of.name == "gru":  # a gradient by kernels needs a forward by kernels
             one_launch = [r for r in rows("gru") if r.variant.strategy == "persistent"]
             found = nearest(of, spec, size, one_launch, gpu.capability, gpu.multiprocessors)
             if found is not None:
@@ -127,7 +127,7 @@ def forced(family: str, index: int) -> Iterator[None]:
             found = nearest(near, spec, size, [row], gpu.capability, gpu.multiprocessors)
             if found is not None:
                 SERVED.add((family, index))
-                # A launch for each step serves a call only where it is known to take less.
+                # A launch for each step serves a call only if it is known to take less time.
                 us = 1e-3 if family == "gru" and found[2].strategy == "library" else 0.0
                 return Choice("winner", "forced by the fuzz", found[2], row, gpu, us)
         return genuine(of, spec, size, gpu)
@@ -142,10 +142,10 @@ def forced(family: str, index: int) -> Iterator[None]:
         replaced("PACKED_US", gru_run.PACKED_US, -1e9),
         replaced("CALLED_STEP_US", gru_run.CALLED_STEP_US, 1e-6),
         replaced("slow_host_us", gru_run.slow_host_us, lambda *_: 0.0),
-        # Stacks run layers at once, whatever it takes, in chunks of one step or more.
+        # Stacks run layers at once, whatever that takes, in chunks of one step or more.
         replaced("CALLED_PAYS", wavefront.CALLED_PAYS, math.inf),
         replaced("CALLED_DIAGONAL_US", wavefront.CALLED_DIAGONAL_US, (0.01, 1.0, 10.0)[index % 3]),
-        # Forwards of a launch for each step train too: of some sizes there is no other.
+        # Forwards with a launch for each step train too: for some sizes there is no other forward.
         replaced("modelled_steps", gru_run.modelled_steps, lambda _call: False),
         replaced("_least_steps", slower._least_steps, lambda *_, **__: 0),
         replaced("choose", genuine, choose),
@@ -156,7 +156,7 @@ def forced(family: str, index: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(name: str, genuine: Any, other: Any) -> Iterator[None]:
-    """A function of tuned replaced in every module that has it."""
+    """Replaces a function of tuned in every module that has it."""
     holders = [m for m in _modules() if vars(m).get(name) is genuine]
     for module in holders:
         setattr(module, name, other)
@@ -169,7 +169,7 @@ def replaced(name: str, genuine: Any, other: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fresh() -> Iterator[None]:
-    """Inside, nothing of earlier calls is known, and nothing of what happens inside is known after."""
+    """Inside, no earlier call is known; and afterwards no call that was made inside is known."""
     plans = [(m, name, vars(m)[name]) for m in _modules() for name in PLANS if isinstance(vars(m).get(name), dict)]
     kept = [(table, dict(table)) for _, _, table in plans]
     values = [value for m in _modules() for value in vars(m).values()]
@@ -190,7 +190,7 @@ def fresh() -> Iterator[None]:
 
 
 def _decides(value: Any) -> bool:
-    """Whether it is a cache of what was chosen: kept by spec, size and GPU."""
+    """Whether it is a cache of choices, by spec, size and GPU."""
     names = (
         "variant_of",
         "_variant_of",
@@ -205,18 +205,18 @@ def _decides(value: Any) -> bool:
     return hasattr(value, "cache_clear") and getattr(value, "__name__", "") in names
 
 
-# What came up -----------------------------------------------------------------------------------------------------------
+# What was chosen ------------------------------------------------------------------------------------------------------
 
 
 class Came:
-    """What lookups chose, as (family, variant), and which kernels were launched."""
+    """The choices of lookups, as (family, variant), and the kernels that were launched."""
 
     def __init__(self) -> None:
         self.variants: set[tuple[str, str]] = set()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, choices are noted."""
+        """Inside, choices are recorded."""
         genuine = tuned.lookup.lookup.usable
 
         def usable(family: Any, spec: Any, size: Any, variant: Any, *rest: Any) -> bool:
@@ -230,10 +230,10 @@ class Came:
 
     @property
     def kernels(self) -> set[str]:
-        """The kernels that were imported, which launching does."""
+        """The kernels whose modules were imported, which a launch does."""
         return {n.removeprefix("tuned.kernels.") for n in sys.modules if n.startswith("tuned.kernels.")} - {PROBE}
 
 
 def all_kernels() -> set[str]:
-    """All that ship and can be chosen."""
+    """All kernels that ship and that a lookup can choose."""
     return set(tuned.kernels.DIGESTS) - {PROBE}

@@ -1,6 +1,6 @@
 """RoPE in float64 from its definition, over whole tensors on any device, and the error that each element may have.
 
-Shares no code with tuned, nor with the oracle in NumPy, against which it is tested.
+It shares no code with tuned, nor with the NumPy oracle, against which it is tested.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-# Bits of the significand, the implicit one counted, and exponent of the smallest subnormal number.
+# Bits of the significand, with the implicit bit, and the exponent of the smallest subnormal number.
 PRECISION = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-SWAPPED = {"sbhd": (0, 1), "bhsd": (1, 2)}  # the axes that lie otherwise than in [batch, seq, heads, head_dim]
+SWAPPED = {"sbhd": (0, 1), "bhsd": (1, 2)}  # axes in another order than [batch, seq, heads, head_dim]
 SMALLEST_EXPONENT = {torch.float64: -1074, torch.float32: -149, torch.float16: -24, torch.bfloat16: -133}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """What a call asks for that is no tensor."""
+    """The arguments of a call that are no tensors."""
 
     layout: str = "bshd"
     interleaved: bool = False
@@ -31,13 +31,13 @@ class Rope:
     cp_size: int = 1
     cp_rank: int = 0
     offset: int = 0
-    copied: int = 0  # heads at the end that are v's
+    copied: int = 0  # heads at the end, which belong to v
     sections: tuple[int, ...] = ()  # pairs of each axis of positions
-    in_turn: bool = False  # 0 1 2 0 1 2, and not in a row
+    in_turn: bool = False  # 0 1 2 0 1 2 instead of in a row
 
 
 def ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The unit in the last place of each value in ``dtype``; that of the smallest number for zeros and NaN."""
+    """The unit in the last place of each value in ``dtype``; for zeros and NaN the unit of the smallest number."""
     _, exponent = torch.frexp(values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
     return torch.ldexp(
         torch.ones_like(values), (exponent - PRECISION[dtype]).clamp(min=SMALLEST_EXPONENT[dtype]).double()
@@ -47,7 +47,7 @@ def ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def positions(
     call: Rope, seq: int, batch: int, tensors: dict[str, torch.Tensor], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[batch, seq] positions; and which tokens a sequence holds, [seq], or None for all."""
+    """Positions, [batch, seq], and which tokens a sequence holds, [seq], or None for all."""
     given = tensors.get("positions")
     if given is not None:
         rows = given.long()
@@ -79,9 +79,9 @@ def positions(
 
 
 def angles(tensors: dict[str, torch.Tensor], where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine, [batch, seq, entries] in float64; NaN at positions that a table has no row for."""
+    """Cosine and sine, [batch, seq, entries] in float64; NaN at positions for which a table has no row."""
     if "inv_freq" in tensors:
-        # Rounded to float32 once, in the reference too, whose other tensors are float64.
+        # Rounded to float32 once; in the reference too, although its other tensors are float64.
         radians = (where.float()[..., None] * tensors["inv_freq"].float()).double()
         return radians.cos(), radians.sin()
     if "freqs" in tensors:
@@ -111,7 +111,7 @@ def angles(tensors: dict[str, torch.Tensor], where: torch.Tensor) -> tuple[torch
 def angles_of_axes(
     call: Rope, seq: int, batch: int, tensors: dict[str, torch.Tensor], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those of positions with axes: all angles by each axis, of which each pair takes one."""
+    """Angles of positions with axes: all angles are computed for each axis, and each pair takes those of one axis."""
     each = []
     for given in tensors["positions"]:
         one = tensors | {"positions": given}
@@ -136,11 +136,11 @@ def angles_of_axes(
 
 
 def held(tensors: dict[str, Any]) -> slice:
-    """The tokens that are of a sequence."""
+    """The tokens that belong to a sequence."""
     bounds = tensors.get("cu_seqlens")
     if bounds is None:
         return slice(None)
-    first, *_, last = bounds.tolist()  # asked of a GPU once
+    first, *_, last = bounds.tolist()  # asks a GPU only once
     return slice(first, last)
 
 
@@ -153,15 +153,15 @@ def canonical(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def indices(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Numbers to index a tensor with. A list would be copied to a GPU at each use, which waits for the GPU."""
-    with torch.inference_mode(mode=False):  # a later call's gradient may keep it
+    """Numbers as an index of a tensor. A list would be copied to a GPU at each use, which waits for the GPU."""
+    with torch.inference_mode(mode=False):  # the gradient of a later call may keep the index
         return torch.tensor(numbers, device=device)
 
 
 def pairs(
     call: Rope, head_dim: int, rotary: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each pair: its two features, and their two entries where there is one a feature."""
+    """The two features of each pair, and its two entries where each feature has one."""
     first, second, one, two = _pairs(call, head_dim, rotary)
     return tuple(indices(tuple(each), device) for each in (first, second, one, two))  # type: ignore[return-value]
 
@@ -234,13 +234,13 @@ def rope(
             out[:, :, :moved, features], bound[:, :, :moved, features] = value, right
 
     def back(t: torch.Tensor) -> torch.Tensor:
-        return t[0] if call.layout == "thd" else canonical(t, call.layout)  # which is its own inverse
+        return t[0] if call.layout == "thd" else canonical(t, call.layout)  # it is its own inverse
 
     return back(out), back(bound)
 
 
 def wrong(got: Any, want: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    """Which elements are further off than they may be; NaN must be where it is wanted, and nowhere else."""
+    """Which elements are further off than allowed; NaN must occur exactly where it is wanted."""
     got = got.double()
     near = (got - want).abs() <= bound
     return ~torch.where(want.isnan(), got.isnan(), near | (got == want))

@@ -1,4 +1,4 @@
-"""One call: its tensors, how it is run, and whether what it did is right. What the printed scripts are made of."""
+"""One call: its tensors, how it runs, and whether its results are right. The printed scripts are made of this."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Given", "Integer", "Part", "Rope", "View", "Wrong"]
 MODES = ("plain", "no_grad", "inference", "grad", "autocast", "stream", "graph")
-WORSE = 1.5  # how many times the error of PyTorch's own operators is still right, but for a floor
-FLOOR, HARD = 2.0, 8.0  # roundings of the result that are always right; and, for each step and layer, ever
-STORED = 4.0  # roundings to the dtype that a gradient takes, of its largest element
-MOST_STEPS = 16  # of a recurrence whose errors still add up: its gates forget
+WORSE = 1.5  # an error may be this many times that of PyTorch's operators, plus FLOOR roundings
+FLOOR, HARD = 2.0, 8.0  # roundings of the result: always right up to FLOOR; for each step and layer, wrong above HARD
+STORED = 4.0  # roundings that are allowed for a gradient's largest element
+MOST_STEPS = 16  # steps of a recurrence over which errors add up: its gates forget
 UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 TF32_UNIT = 2.0**-11
 U32 = UNIT[torch.float32]
@@ -34,19 +34,19 @@ EXPLAINED = (dispatch.gru, dispatch.gru_cell, dispatch.linear_cat)
 
 
 class Integer(int):
-    """An int of a class of its own, as a configuration may have."""
+    """An int of another class, as a configuration may have."""
 
     def __repr__(self) -> str:
         return f"Integer({int(self)})"
 
 
 class Wrong(AssertionError):  # noqa: N818 - what it is
-    """What a call did and should not have done."""
+    """Something that a call did and should not have done."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Heads of a tensor that are rotated: ``see`` says which, as an expression with the axes of the layout."""
+    """Rotated heads of a tensor: ``see`` selects them, by an expression over the axes of the layout."""
 
     tensor: str
     see: str
@@ -58,7 +58,7 @@ class Part:
 
 
 def brief(value: Any) -> str:
-    """A dataclass with the fields that are not at their defaults."""
+    """A dataclass, with only those fields that are not at their defaults."""
     fields = [
         f"{f.name}={getattr(value, f.name)!r}"
         for f in dataclasses.fields(value)
@@ -76,13 +76,13 @@ def _evaluated(text: str, names: dict[str, Any]) -> Any:
     return eval(_expression(text), {"__builtins__": {}}, names)
 
 
-CELL = re.compile(r"_(\d+_\d+)$")  # of a weight's name: its layer and direction
+CELL = re.compile(r"_(\d+_\d+)$")  # the layer and direction in a weight's name
 
 
 def largest_of(name: str, grads: Mapping[str, torch.Tensor | None]) -> Any:
-    """The largest element of what a gradient is rounded by.
+    """The largest element that determines how a gradient is rounded.
 
-    Those of a cell's weights are sums of the same gradients of gates, which are rounded and may cancel in one of them.
+    Gradients of a cell's weights are sums of the same gradients of gates, which are rounded and may cancel in one weight.
     """
     cell = CELL.search(name)
     mates = [grad for other, grad in grads.items() if other == name or (cell and other.endswith(cell[0]))]
@@ -91,7 +91,7 @@ def largest_of(name: str, grads: Mapping[str, torch.Tensor | None]) -> Any:
 
 
 class Given:
-    """The tensors of one call, and what became of it."""
+    """The tensors of one call, and the call's results."""
 
     def __init__(
         self,
@@ -100,25 +100,25 @@ class Given:
         device: str = "cpu",
         mode: str = "plain",
         autocast: torch.dtype | None = None,
-        tf32: tuple[bool, bool] = (False, True),  # of GEMMs, of cuDNN
+        tf32: tuple[bool, bool] = (False, True),  # for GEMMs, for cuDNN
         written: tuple[str, ...] = (),
-        truncates: bool = False,  # a store to bfloat16 does, as Triton's interpreter has it
+        truncates: bool = False,  # whether a store to bfloat16 truncates, as in Triton's interpreter
     ) -> None:
         self.seed, self.device, self.mode = seed, device, mode if device == "cuda" else OFF_GPU.get(mode, mode)
         self.autocast, self.tf32, self.written, self.truncates = autocast, tf32, written, truncates
         self.built: dict[str, Built] = {}
         self.out: Any = None
         self.error: Exception | None = None
-        self.refusal: Exception | None = None  # PyTorch's, of what was served here
+        self.refusal: Exception | None = None  # PyTorch's error for a call that we served
         self.grads: dict[str, torch.Tensor | None] = {}
-        self.grad_outputs: dict[int, torch.Tensor] = {}  # by the place of the result; drawn, where they are not given
+        self.grad_outputs: dict[int, torch.Tensor] = {}  # by the result's place; drawn unless given
         self.flags: list[tuple[str, torch.Tensor | bool, Callable[[], str] | None]] = []
 
     def tensor(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...], offset: int, size: int,
         **rest: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """A tensor of the call, inside a storage of ``size`` elements that is NaN but for it."""
+        """A tensor of the call, inside a storage of ``size`` elements whose other elements are NaN."""
         return self.view(name, View(shape, dtype, strides, offset, size, **rest))
 
     def view(self, name: str, view: View) -> torch.Tensor:
@@ -128,7 +128,7 @@ class Given:
     # How a call is run ----------------------------------------------------------------------------------------------
 
     def run(self, function: Callable[..., Any], **arguments: Any) -> Any:
-        """Call it in the mode, keeping what it returns or raises; with gradients where the mode has them."""
+        """Call it in the mode and keep what it returns or raises; compute gradients if the mode has them."""
         self.arguments = arguments
         with self._settings():
             try:
@@ -174,9 +174,9 @@ class Given:
         torch.cuda.current_stream().wait_stream(stream)
 
     def _captured(self, function: Any, arguments: dict[str, Any]) -> None:
-        """Warmed up and captured with other values, replayed with others still, then with these."""
+        """Warm up and capture with other values, replay with a third set, then with the call's values."""
         if function in EXPLAINED and tuned.explain(function, **arguments).rule == "eager":
-            self.out = function(**arguments)  # which may wait for the device, as PyTorch's operators do
+            self.out = function(**arguments)  # it may wait for the device, as PyTorch's operators do
             return
         self._refill(self.seed + 1)
         stream = torch.cuda.Stream()
@@ -185,7 +185,7 @@ class Given:
             function(**arguments)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        gc.disable()  # what is freed while a graph is captured may end the capture
+        gc.disable()  # memory that is freed during a capture may end the capture
         try:
             # Not torch.cuda.graph, which collects garbage and empties the allocator's cache each time.
             with torch.cuda.stream(stream):
@@ -201,7 +201,7 @@ class Given:
             self._refill(seed)
             graph.replay()
         torch.cuda.synchronize()
-        self.graph = graph  # its memory is that of the results
+        self.graph = graph  # the graph owns the memory of the results
 
     def _refill(self, seed: int) -> None:
         for name, built in self.built.items():
@@ -228,9 +228,9 @@ class Given:
     # What is right ---------------------------------------------------------------------------------------------------
 
     def _flag(self, text: str, bad: torch.Tensor | bool, numbers: Callable[[], str] | None = None) -> None:
-        """Note something that is wrong where ``bad`` has a true element; asked of the device once, at the end.
+        """Note that something is wrong if ``bad`` has a true element; the device is asked once, at the end.
 
-        ``numbers`` tells how much, of something that is. What is on "meta" has no elements to ask.
+        ``numbers`` describes the size of the error, if there is one. Tensors on "meta" have no elements to ask.
         """
         if isinstance(bad, torch.Tensor) and bad.device.type == "meta":
             return
@@ -249,7 +249,7 @@ class Given:
             raise Wrong("; ".join(found))
 
     def untouched(self, allowed: dict[str, list[torch.Tensor]] | None = None) -> None:
-        """Inputs are as they were and so is all memory around views; but for the places that may be overwritten."""
+        """Inputs and all memory around views are unchanged, except places that may be overwritten."""
         for name, built in self.built.items():
             if built.storage.device.type == "meta":
                 continue
@@ -261,7 +261,7 @@ class Given:
             self._flag(f"{name}, or the memory around it, was changed", (now != before).to(self.device))
 
     def check_refused(self, *types: type[BaseException], text: str = "") -> None:
-        """It raised one of these, and wrote nothing."""
+        """The call raised one of these errors and wrote nothing."""
         if self.error is None:
             raise Wrong(f"{text or 'a call that is wrong'} was served: {names(types)} is right")
         if not isinstance(self.error, types):
@@ -274,7 +274,7 @@ class Given:
             raise Wrong(f"raised {type(self.error).__name__}: {self.error}") from self.error
 
     def check_rope(self, *parts: Part, results: tuple[str, ...] = (), contiguous: bool = False) -> None:
-        """Results are those tensors with their parts rotated, right to a rounding of float64; gradients too."""
+        """The results are these tensors with their parts rotated, right to a rounding of float64; the gradients too."""
         self._served()
         with torch.no_grad():
             values = {name: b.value() for name, b in self.built.items() if b.storage.device.type != "meta"}
@@ -359,7 +359,7 @@ class Given:
     def _gradient_table(
         self, name: str, parts: tuple[Part, ...], values: dict[str, Any], given: dict[str, torch.Tensor]
     ) -> None:
-        """The gradient of angles: sums over tokens and heads, each of as many terms at most."""
+        """The gradient of angles; each element is a sum over at most all tokens and heads."""
         if not values[name].numel():
             return  # no result depends on it
         table = values[name].double().requires_grad_()
@@ -381,12 +381,12 @@ class Given:
             raise Wrong(f"{name} has no gradient")
         if (grad.shape, grad.dtype) != (want.shape, self.built[name].view.dtype):
             raise Wrong(f"the gradient of {name} is {describe(grad)}")
-        # The last rounding, which of numbers too small to be normal is not a part of their size.
+        # The last rounding; for numbers too small to be normal it is not a fraction of their size.
         stored = torch.maximum(UNIT[grad.dtype] * want.abs(), formula.ulp(want, grad.dtype) / 2)
         self._beyond(f"the gradient of {name}", grad, want, slack + stored + 1e-30)
 
     def _gradient(self, name: str, want: torch.Tensor, bound: torch.Tensor) -> None:
-        """The gradient of a tensor, or, made of a leaf, that of the storage that it is a view of."""
+        """The gradient of a tensor; for a view made of a leaf, the gradient of the leaf's storage."""
         grad, built = self.grads[name], self.built[name]
         if grad is None:
             raise Wrong(f"{name} has no gradient")
@@ -400,7 +400,7 @@ class Given:
             want, bound = whole[0], whole[1]
             if built.view.negative:
                 want = -want
-            # Elements that share memory are added up, in the dtype.
+            # Gradients of elements that share memory are added in the dtype.
             unit = UNIT[built.view.dtype]
             counts = torch.zeros_like(want).index_add_(
                 0, where, torch.ones(many, dtype=torch.float64, device=self.device)
@@ -425,18 +425,18 @@ class Given:
     def check_pytorch(
         self, original: str, *, text: bool = False, must: bool = False, parts: dict[str, str] | None = None
     ) -> None:
-        """As PyTorch's own operators: as exact, and refused where they refuse.
+        """The call must be as exact as PyTorch's operators, and refused where they refuse.
 
-        ``must``: what they refuse is to be refused; ``text``: with the same words. Else they may take less than ours.
-        ``parts``: of what is overwritten, the part that is, where it is not all, as an expression.
+        ``must``: what PyTorch refuses must be refused; else we may take more. ``text``: with the same words.
+        ``parts``: expressions that select the overwritten part of a tensor, where that is not all of it.
         """
         theirs, wanted = self._original(original, doubled=False), self._original(original, doubled=True)
         taken = any(text in str(theirs.error) for text in refusals.TAKEN)
         must = must and not taken
         if taken and self.error is not None and str(self.error).strip() != str(theirs.error).strip():
-            # What else it refuses it does not tell.
+            # PyTorch names only one reason for a refusal: ask again with contiguous tensors.
             theirs = self._original(original, doubled=False, contiguous=True)
-        if wanted.error is not None and self.device != "cpu":  # cuDNN does not take what a CPU does
+        if wanted.error is not None and self.device != "cpu":  # cuDNN does not take everything that a CPU takes
             wanted = self._original(original, doubled=True, device="cpu")
         if theirs.error is not None and (must or self.error is not None):
             error = theirs.error
@@ -463,7 +463,7 @@ class Given:
         self._settle()
 
     def _original(self, original: str, *, doubled: bool, device: str = "", contiguous: bool = False) -> Given:
-        """PyTorch's own operators with the tensors of this call as they were."""
+        """PyTorch's operators on the call's tensors as they were before the call."""
         mode = {"graph": "no_grad", "stream": "no_grad"}.get(self.mode, self.mode)
         if doubled and mode == "autocast":
             mode = "no_grad"
@@ -479,7 +479,7 @@ class Given:
                     leaf = value
                 again.built[name] = dataclasses.replace(again.built[name], tensor=value, leaf=leaf)
                 new = value
-            elif doubled and new.is_floating_point():  # on "meta": of the dtype of the others
+            elif doubled and new.is_floating_point():  # on "meta" too it needs the dtype of the others
                 new = new.double()
             if device:
                 value = new.detach().to(device)
@@ -488,12 +488,12 @@ class Given:
                 )
                 new = value
             made[id(built.tensor)] = new.contiguous() if contiguous else new
-        again.grad_outputs = dict(self.grad_outputs)  # rounded as ours were
+        again.grad_outputs = dict(self.grad_outputs)  # rounded as in our call
         again.run(getattr(originals, original), **originals.swapped(self.arguments, made, doubled=doubled))
         return again
 
     def _compare(self, theirs: Given, wanted: Given, *, sequences: bool) -> None:
-        """``sequences``: cuDNN's setting of TF32 is what tells the precision of products, else that of GEMMs."""
+        """``sequences``: cuDNN's TF32 setting determines the precision of products; else the setting of GEMMs does."""
         ours, reference, exact = (flat(g.out) for g in (self, theirs, wanted))
         self.refusal = theirs.error
         if theirs.error is not None:
@@ -503,11 +503,11 @@ class Given:
         size, steps, terms = originals.size(self.arguments)
         dtype = self.autocast if self.mode == "autocast" and self.autocast else self._dtype()
         unit = UNIT[dtype] * (2 if self.truncates and dtype == torch.bfloat16 else 1)
-        # Interpreted kernels round the factors of a product to TF32 as those of a GPU do; PyTorch's own on a CPU does not.
+        # Interpreted kernels round the factors of a product to TF32 as a GPU's kernels do; PyTorch on a CPU does not.
         kernels = self.device == "cuda" or self.truncates
         if dtype == torch.float32 and kernels and self.tf32[sequences]:
             unit = TF32_UNIT
-        summed = U32 * terms**0.5 / 2  # a sum in float32 errs by a unit a term, in any direction
+        summed = U32 * terms**0.5 / 2  # a float32 sum errs by a unit for each term, in any direction
         for index, (a, b, c) in enumerate(zip(ours, reference, exact, strict=True)):
             if b is not None and a.requires_grad != b.requires_grad:
                 raise Wrong(f"result {index} requires {'a' if a.requires_grad else 'no'} gradient, unlike PyTorch's")
@@ -531,7 +531,7 @@ class Given:
                     want = whole.index_add_(0, where, want.flatten())
                     want = -want if self.built[name].view.negative else want
                 many = overlaps(self.built[name].view) if self.built[name].view.grad == "made" else 1
-                # What is stored between is rounded to the dtype; sums are not, of terms that may be larger than they are.
+                # Stored values in between are rounded to the dtype; sums are not, but their terms may be larger.
                 slack = many * (STORED * unit * largest + 32 * size * (U32 + summed) * (1 + largest))
                 self._as_good(f"the gradient of {name}", grad, theirs_grad, want, slack, steps)
 
@@ -539,9 +539,9 @@ class Given:
         return next(t.dtype for t in flat(self.out))
 
     def _as_good(self, name: str, a: Any, b: Any, c: Any, unit: Any, steps: int) -> None:
-        """No further from float64 than PyTorch's, but for a factor and a floor; and never far."""
+        """No further from float64 than PyTorch's result, up to a factor and a floor; and never far from it."""
         if b is not None and self.mode == "autocast" and a.dtype == self.autocast and b.dtype == torch.float16:
-            b = b.to(a.dtype)  # torch 2.11's cuDNN gives float16 whatever autocast asks for
+            b = b.to(a.dtype)  # torch 2.11's cuDNN returns float16 whatever dtype autocast asks for
         if b is not None and (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
             raise Wrong(f"{name} is {describe(a)}, PyTorch's {describe(b)}")
         if a.shape != c.shape:
@@ -556,7 +556,8 @@ class Given:
             other = f", PyTorch raised {self.refusal!r}" if allowed is None else f", PyTorch's by {float(allowed):.3g}"
             return f"off by {float(error):.3g}{other}; roundings are {float(unit):.2g}"
 
-        # PyTorch's own may be further off than its settings say: cuDNN was, once in 100,000 calls. The same bits are no defect of ours.
+        # PyTorch's result may be further off than its settings say: cuDNN's was, once in 100,000 calls. If our result has
+        # the same bits, it is not our error.
         wrong = ~(error <= hard)
         if b is not None:
             wrong = wrong & ~same(a.detach(), b.detach()).all()
@@ -566,7 +567,7 @@ class Given:
 
 
 def _furthest(part: Part, out: torch.Tensor, values: dict[str, Any]) -> int:
-    """No position of a token is further from 0."""
+    """A bound on the distance of all tokens' positions from 0."""
     given = [_evaluated(part.angles[n], values) for n in ("positions", "starts") if n in part.angles]
     largest = max((int(t.abs().max()) for t in given if t.numel()), default=0)
     return largest + abs(part.rope.offset) + max(out.shape[:-2]) * part.rope.cp_size

@@ -1,6 +1,6 @@
-"""Calls of CPU tensors that take the way of GPU tensors, kernels in Triton's interpreter: the fuzz where there is no GPU.
+"""Calls of CPU tensors on the path of GPU tensors, with kernels in Triton's interpreter: the fuzz where there is no GPU.
 
-What is launched directly is launched with the very addresses and numbers that the plan gave.
+A direct launch gets exactly the addresses and numbers that the plan gave.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from tuned.lookup.lookup import Gpu
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Without the PTX of newer architectures, which the interpreter does not know; its variants are those of the H200's rows.
+# Kernels have no PTX of newer architectures, which the interpreter does not know; variants are from the H200's rows.
 GPU = Gpu("a_card_without_a_table", 80, 132)
 SILENT = types.SimpleNamespace(calls=[])
 
 
 class Address:
-    """A pointer as the interpreter takes it: something that has a dtype, and a memory."""
+    """A pointer for the interpreter: an object with a dtype and a memory."""
 
     def __new__(cls, address: int, dtype: torch.dtype) -> Any:
         if not address:
@@ -57,7 +57,7 @@ def interpret(launch: Launch) -> None:
 
 
 def direct(launch: Launch, compiled: Any, device: Any) -> DirectLaunch:
-    """Stands for tuned.launching.plan.direct_launch."""
+    """Takes the place of tuned.launching.plan.direct_launch."""
     del compiled, device
     numbers = tuple(v for v in launch.arguments if not isinstance(v, torch.Tensor))
     kinds = [v.dtype if isinstance(v, torch.Tensor) else None for v in launch.arguments]
@@ -76,8 +76,8 @@ def direct(launch: Launch, compiled: Any, device: Any) -> DirectLaunch:
 
 @contextlib.contextmanager
 def interpreted_families() -> Iterator[None]:
-    """The GRU, its step and the linear over segments; RoPE has tests.support.rope_calls.watch."""
-    # A torch that knows CUDA raises where there is no driver.
+    """The GRU, its step and the linear over segments; tests.support.rope_calls.watch does the same for RoPE."""
+    # torch built with CUDA raises where there is no driver.
     no_device = replaced("current_device", tuned.launching.plan.current_device, lambda: -1)
     with pytest.MonkeyPatch.context() as patch, fresh(), no_device:
         cell, linear, run = tuned.calls.gru_cell.run, tuned.calls.linear_cat.run, tuned.calls.gru.run
@@ -103,7 +103,7 @@ def interpreted_families() -> Iterator[None]:
 
 
 def _sequences(patch: pytest.MonkeyPatch) -> None:
-    """Launches that wait for each other run a step at a time: the launch is the barrier."""
+    """Launches whose programs wait for each other run one step at a time, so that each launch is a barrier."""
     run, pending = tuned.calls.gru.run, list[Any]()
     genuine = run.GRU.launches
 

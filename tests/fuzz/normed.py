@@ -11,7 +11,7 @@ from tuned import dispatch
 
 
 def parts(qkv: torch.Tensor, heads: int, key_heads: int, tensor_format: str) -> tuple[torch.Tensor, ...]:
-    """Views: the query, the key, and what is behind them."""
+    """Views of qkv: the query, the key, and what is after them."""
     axis = 1 if tensor_format == "bhsd" else -2
     ends = (0, heads, heads + key_heads, qkv.shape[axis])
     return tuple(
@@ -20,7 +20,7 @@ def parts(qkv: torch.Tensor, heads: int, key_heads: int, tensor_format: str) -> 
 
 
 def of_views(qkv: torch.Tensor, *, heads: int, key_heads: int, **others: Any) -> Any:
-    """In place qkv, of which nothing else is to change; else (q, k)."""
+    """In place: qkv, of which nothing but the parts may change; else (q, k)."""
     q, k, _ = parts(qkv, heads, key_heads, others.get("tensor_format", "bshd"))
     out = dispatch.qk_norm_rope(q, k, **others)
     if not others.get("inplace", False):

@@ -1,4 +1,4 @@
-"""What the drop-ins and modules of the GRU stand for: PyTorch's own operators and modules, called with the same arguments."""
+"""What the drop-ins and the GRU's modules replace: PyTorch's operators and modules, called with the same arguments."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def gru(
     max_seqlen: int | None = None,
     resets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch.gru; sequences that lie in a row go one by one, and step by step where states are reset."""
+    """torch.gru; sequences of cu_seqlens run one by one, and step by step where states are reset."""
     del max_seqlen
     dropout = dropout if training else 0.0
-    training = training or any(t.requires_grad for t in (input, hx, *weights))  # cuDNN has a gradient in training only
+    training = training or any(t.requires_grad for t in (input, hx, *weights))  # cuDNN has a gradient only in training
     rest = (list(weights), bias, num_layers, dropout, training, bidirectional)
     hx = hx.contiguous()
     if resets is not None:
@@ -52,7 +52,7 @@ def gru(
             states.append(state)
         if not outs:
             return _no_token(input, hx, list(weights), bias, training, bidirectional)
-        # The state of an empty sequence is as it was; under autocast the others are of another type.
+        # The state of an empty sequence stays as it was; under autocast the other states have another dtype.
         return torch.cat(outs), torch.cat([state.to(outs[0].dtype) for state in states], 1)
     if batch_sizes is not None:
         return torch.gru(input, batch_sizes, hx, *rest)
@@ -60,7 +60,7 @@ def gru(
 
 
 def _places(batch_sizes: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> list[list[int]]:
-    """Of each sequence the rows of its tokens, in order."""
+    """For each sequence, the rows of its tokens in order."""
     if cu_seqlens is not None:
         return [list(range(*bounds)) for bounds in itertools.pairwise(cu_seqlens.tolist())]
     assert batch_sizes is not None
@@ -94,7 +94,7 @@ def _no_token(
     training: bool,
     bidirectional: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An output without rows and the states as they were, of the dtypes that one token would give."""
+    """An output without rows, and the states as they were, in the dtypes that one token would give."""
     layers, zeros = len(hx) // (2 if bidirectional else 1), hx.new_zeros((len(hx), 1, hx.shape[2]))
     out, state = torch.gru(
         input.new_zeros((1, 1, input.shape[1])), zeros, weights, bias, layers, 0.0, training, bidirectional, False
@@ -111,7 +111,7 @@ def _reset(
     training: bool,
     bidirectional: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[T, B, I]`` and ``[T, B]``, one step of torch.gru after another, each with the state that it is to have."""
+    """torch.gru on ``[T, B, I]`` with marks ``[T, B]``, one step after another, each with its proper state."""
     each, directions = 4 if bias else 2, 2 if bidirectional else 1
     states: list[torch.Tensor] = []
     outs: list[torch.Tensor] = []
@@ -141,14 +141,14 @@ def gru_cell(
     inplace: bool = False,
     resets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """torch.gru_cell of the segments put together."""
+    """torch.gru_cell of the concatenated segments."""
     del inplace
     h = h if resets is None else torch.where(resets[:, None], torch.zeros_like(h), h)
     return torch.gru_cell(torch.cat(x, -1) if isinstance(x, tuple) else x, h, weight_ih, weight_hh, bias_ih, bias_hh)
 
 
 def linear_cat(inputs: Any, weight: Any, bias: Any = None) -> torch.Tensor:
-    """torch's linear of the segments put together."""
+    """torch's linear of the concatenated segments."""
     return torch.nn.functional.linear(torch.cat(tuple(inputs), -1), weight, bias)
 
 
@@ -156,7 +156,7 @@ def linear_cat(inputs: Any, weight: Any, bias: Any = None) -> torch.Tensor:
 
 
 def _parametrised(module: torch.nn.Module, weights: Any, *, chunk: bool) -> Any:
-    """The module with these parameters: where they are, or copied to its own."""
+    """The module with these parameters: the tensors themselves, or copied into the module's."""
     names = [name for name, _ in module.named_parameters()]
     for name, weight in zip(names, weights, strict=True):
         if chunk:
@@ -198,7 +198,7 @@ def nn_gru(
     *,
     chunk: bool = True,
 ) -> Any:
-    """A GRU module called: of tuned.nn ("nn"), torch's "patched" or "replace"d, or torch's own ("torch")."""
+    """Calls a GRU module: tuned.nn's ("nn"), torch's after "patched" or "replace", or torch's ("torch")."""
     module = _made("GRU", kind, constructor, weights, chunk)
     if isinstance(input, torch.Tensor) and input.requires_grad:
         module.train()
@@ -230,7 +230,7 @@ def original_nn_gru(kind: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def original_nn_gru_cell(kind: str, *args: Any, input: Any, **kwargs: Any) -> Any:  # noqa: A002
-    """torch.nn.GRUCell with the arguments of nn_gru_cell; segments put together."""
+    """torch.nn.GRUCell with the arguments of nn_gru_cell; segments are concatenated."""
     del kind
     return nn_gru_cell("torch", *args, input=torch.cat(input, -1) if isinstance(input, tuple) else input, **kwargs)
 
@@ -265,7 +265,7 @@ def qk_norm_rope(
         "bshd" if first else tensor_format, interleaved, angle_entries, rotated, conjugate, offset=offset,
         sections=sections, in_turn=interleaved_sections,
     )  # fmt: skip
-    held = formula.held(tensors)  # those outside have no angle, whose NaN would spread to gradients
+    held = formula.held(tensors)  # tokens outside have no angle; NaN would spread to gradients
     if "cu_seqlens" in tensors:
         tensors["cu_seqlens"] = tensors["cu_seqlens"] - held.start
     found: list[torch.Tensor | None] = []
@@ -286,7 +286,7 @@ def qk_norm_rope(
         if "cu_seqlens" in tensors:
             out = torch.cat((x[: held.start], out, x[held.stop :]))
         out = out.transpose(1, 2) if first else out
-        leaf = x.is_leaf and x.requires_grad  # of the reference in float64, whose tensors are none of a view
+        leaf = x.is_leaf and x.requires_grad  # in the float64 reference, whose tensors are no views
         found.append(x.copy_(out) if inplace and not leaf else out)
     return found[0], found[1]  # type: ignore[return-value]
 
@@ -294,7 +294,7 @@ def qk_norm_rope(
 def mla_kv_rope(
     kv: torch.Tensor, k_pe: torch.Tensor, *, k_dim: int, **others: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The key and the value as models write them: the shared head rotated by its definition, repeated, put behind kv's."""
+    """The key and the value as models write them: the shared head, rotated by definition and repeated, after kv's."""
     shared = rope_apart(k_pe, **others).expand(*kv.shape[:-1], -1)
     return torch.cat((kv[..., :k_dim], shared), -1), kv[..., k_dim:]
 
@@ -314,7 +314,7 @@ def rope_apart(
     interleaved_sections: bool = False,
     **tensors: torch.Tensor,
 ) -> torch.Tensor:
-    """The rotation by its definition, of pairs that are put apart before it, those of tokens of no sequence too."""
+    """The rotation by definition, after putting pairs apart; pairs of tokens of no sequence are put apart too."""
     call = formula.Rope(
         tensor_format, interleaved, angle_entries, rotated, conjugate, offset=offset, sections=sections,
         in_turn=interleaved_sections,
@@ -326,7 +326,7 @@ def rope_apart(
     if deinterleave:
         turned = x[..., begin : begin + rotary]
         own = torch.cat((x[..., :begin], turned[..., ::2], turned[..., 1::2], x[..., begin + rotary :]), -1)
-    held = formula.held(tensors)  # those outside have no angle, whose NaN would spread to gradients
+    held = formula.held(tensors)  # tokens outside have no angle; NaN would spread to gradients
     if "cu_seqlens" in tensors:
         tensors["cu_seqlens"] = tensors["cu_seqlens"] - held.start
     out = formula.rope(call, own[held].double(), tensors)[0].to(x.dtype)
@@ -353,7 +353,7 @@ def qkv_norm_rope_(qkv: torch.Tensor, *, kv_heads: int | None = None, **others: 
 
 
 def rope_append_(**arguments: Any) -> tuple[torch.Tensor, ...]:
-    """A rotation, with a norm before it where weights are given, and a loop over the tokens that have a place."""
+    """A rotation, with a norm before it if weights are given; then a loop over the tokens that have a place."""
     return appended.called(_append, **arguments)
 
 
@@ -401,12 +401,12 @@ def _turned(x: torch.Tensor, **others: Any) -> torch.Tensor:
 
 
 def _overwritten(t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The tensor with a value; of the reference in float64, whose tensors may be leaves, another."""
+    """The tensor, overwritten with a value; in the float64 reference, whose tensors may be leaves, a new tensor."""
     return value if t.is_leaf and t.requires_grad else t.copy_(value)
 
 
 def swapped(value: Any, made: dict[int, torch.Tensor], *, doubled: bool) -> Any:
-    """Arguments with other tensors in the places of those that they have."""
+    """Arguments whose tensors are replaced by others."""
     if isinstance(value, torch.Tensor):
         return made.get(id(value), value)
     if isinstance(value, dict):
@@ -417,7 +417,7 @@ def swapped(value: Any, made: dict[int, torch.Tensor], *, doubled: bool) -> Any:
 
 
 def size(arguments: dict[str, Any]) -> tuple[Any, int, int]:
-    """How large what goes into a sigmoid or a sum may be, by the norms of rows; how many steps and layers; and how many terms."""
+    """A bound on what goes into a sigmoid or a sum, by norms of rows; steps times layers; and terms of a sum."""
     weights, given = [], []
 
     def sort(name: str, value: Any) -> None:
@@ -429,11 +429,11 @@ def size(arguments: dict[str, Any]) -> tuple[Any, int, int]:
 
     for name, value in arguments.items():
         sort(name, value)
-    # What a norm gives is about its weight, times the root of its features; beside a cache results are as large as what is given.
+    # A norm's result is about its weight times the root of its features; beside a cache results are like inputs.
     if {"eps", "q_weight", "slot_mapping"} & set(arguments):
         scale = torch.stack([t.abs().amax() for t in given]).amax().clamp(min=1.0) if given else torch.ones(())
         return 4.0 * scale, 1, 16
-    if "k_dim" in arguments or "deinterleave" in arguments:  # two products of what is turned
+    if "k_dim" in arguments or "deinterleave" in arguments:  # two products with what is rotated
         scale = torch.stack([t.abs().amax() for t in given]).amax().clamp(min=1.0) if given else torch.ones(())
         return 2.0 * scale, 1, 1
     if not weights or not given:

@@ -1,4 +1,4 @@
-"""Defects that are planted to see that the fuzz finds them. ``python -m tests.fuzz.planted FOLDER`` runs their scripts."""
+"""Defects that the fuzz must find. ``python -m tests.fuzz.planted FOLDER`` runs the scripts of these defects."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def overwritten(rotate: Rotate) -> Rotate:
 
 
 def beyond(rotate: Rotate) -> Rotate:
-    """One element behind the last of x is written."""
+    """One element after the last of x is written."""
 
     def planted(spec: Any, call: Any) -> Any:
         out, x = rotate(spec, call), call.x.detach()
@@ -94,7 +94,7 @@ def coarse(rotate: Rotate) -> Rotate:
 
 
 def other_error(prepare: Any) -> Any:
-    """Wrong arguments are an error of another kind."""
+    """Wrong arguments raise an error of another kind."""
 
     def planted(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -106,7 +106,7 @@ def other_error(prepare: Any) -> Any:
 
 
 def no_error(rotate: Rotate) -> Rotate:
-    """An axis of 1 in front breaks."""
+    """A call with a first axis of 1 fails."""
 
     def planted(spec: Any, call: Any) -> Any:
         if call.x.shape[0] == 1:
@@ -117,7 +117,7 @@ def no_error(rotate: Rotate) -> Rotate:
 
 
 def half_state(gru: Any) -> Any:
-    """h_n is that of another step where there are several rows."""
+    """h_n is that of another step if there are several rows."""
 
     def planted(call: Any) -> Any:
         out, h_n = gru(call)
@@ -127,7 +127,7 @@ def half_state(gru: Any) -> Any:
 
 
 class _Larger(torch.autograd.Function):
-    """What it is given; a gradient that is larger by a fifth."""
+    """Returns its input; the gradient is a fifth larger."""
 
     @staticmethod
     def forward(_ctx: Any, t: torch.Tensor) -> torch.Tensor:
@@ -139,7 +139,7 @@ class _Larger(torch.autograd.Function):
 
 
 def larger_gradient(operator: Any) -> Any:
-    """Gradients of 16 bits are larger by a fifth."""
+    """Gradients of 16 bits are a fifth larger."""
 
     def planted(*call: Any) -> Any:
         return tuple(
@@ -166,7 +166,7 @@ PLANTS: dict[str, tuple[tuple[Any, str], Callable[[Any], Any]]] = {
 
 @contextlib.contextmanager
 def planted(name: str) -> Iterator[None]:
-    """Inside, the defect is there."""
+    """Inside, the defect is in place."""
     (module, attribute), plant = PLANTS[name]
     genuine = getattr(module, attribute)
     _forget()
@@ -179,9 +179,9 @@ def planted(name: str) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """Forget calls that were made before: one that is known goes round the defect, or keeps it."""
+    """Forget earlier calls: a known call would go round the defect, or would keep it."""
     tuned.calls.rope.call._PLANS.clear()
-    tuned.launching.left.LEFT.clear()  # by the ids of weights, which a later weight may have
+    tuned.launching.left.LEFT.clear()  # its keys are ids of weights, which a later weight may get
 
 
 def fails(script: str) -> bool:
@@ -194,7 +194,7 @@ def fails(script: str) -> bool:
 
 
 def main(folder: Path) -> None:
-    """Each FOLDER/NAME.py with its defect planted, and without: what failed, as JSON."""
+    """Runs each FOLDER/NAME.py with its defect planted, and without it; prints as JSON what failed."""
     told = {}
     for path in sorted(folder.glob("*.py")):
         script = path.read_text(encoding="utf-8")

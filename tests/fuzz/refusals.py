@@ -1,8 +1,8 @@
-"""Where a drop-in refuses otherwise than its original: one table, each with its reason. The fuzz draws calls of each.
+"""Where a drop-in refuses other calls than its original: one table, with a reason for each. The fuzz draws such calls.
 
-Of the original the kind of error is what its source says (its version of 2025): an assert is AssertionError. Everywhere the
-rule is that what an original asserts is a ValueError or TypeError here, raised before anything is written: asserts go away
-under ``python -O``. Where an original refuses nothing and reads or writes memory that is not its own, an error is right.
+The original's kind of error is that of its source (of 2025): an assert is AssertionError. The rule everywhere is that
+what an original asserts is a ValueError or TypeError here, raised before anything is written, because asserts disappear
+under ``python -O``. Where an original refuses nothing and accesses foreign memory, an error is right.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ ASSERTED = "what is asserted there is a ValueError or TypeError here"
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """A call that is wrong."""
+    """A wrong call."""
 
     function: str
     what: str
-    theirs: type[BaseException] | None  # None: no error; memory that is not its own, or wrong numbers
+    theirs: type[BaseException] | None  # None: no error, but foreign memory or wrong numbers
     ours: tuple[type[BaseException], ...]
     why: str = ASSERTED
 
@@ -64,7 +64,7 @@ TABLE = (
     Refusal("rotary_embedding", "float positions", RuntimeError, (TypeError,), "data_ptr of another type there"),
 )
 
-# What PyTorch's own modules refuse, by a part of its text, and tuned.nn takes.
+# Calls that PyTorch's modules refuse and tuned.nn takes, by a part of PyTorch's message.
 TAKEN = {
     "rnn: hx is not contiguous": "cuDNN wants the state in one piece; kernels read it as it lies",
     "cudnn RNN backward can only be called in training mode": "a gradient in eval mode, which ours gives",
@@ -73,5 +73,5 @@ TAKEN = {
 
 
 def of(function: str) -> tuple[Refusal, ...]:
-    """Those of one drop-in."""
+    """The refusals of one drop-in."""
     return tuple(r for r in TABLE if r.function == function)

@@ -1,4 +1,4 @@
-"""A bounded share of the fuzz without a GPU, by PyTorch's operators and in the interpreter; and that it finds what is wrong."""
+"""A bounded part of the fuzz without a GPU, by PyTorch's operators and interpreted kernels; and it finds defects."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.interpreter
 
 __all__ = ["watch"]
-TURNS = range(FIRST_TURN, FIRST_TURN + 2 * SWEEPS, 2)  # as the sweep has them with one case a row
+TURNS = range(FIRST_TURN, FIRST_TURN + 2 * SWEEPS, 2)  # the turns of a sweep with one case for each row
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Tensors are so small that more are in each other's way."""
+    """The tensors are so small that several threads would only slow each other down."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -73,7 +73,7 @@ def test_rope_by_kernels_is_right(watch: Watch) -> None:
 
 @pytest.fixture
 def launched(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The kernels of norms that calls of CPU tensors launch: gradients in the interpreter, or by PyTorch's operators."""
+    """The kernels of norms that calls of CPU tensors launch; gradients are interpreted, or by PyTorch's operators."""
     names: set[str] = set()
     execute, kernels = watch._execute, norm._by_kernels
 
@@ -135,7 +135,7 @@ def test_caches_by_kernels_are_right(watch: Watch, launched: set[str], monkeypat
 
 
 def test_every_kernel_of_a_norm_or_a_cache_or_whole_rows_is_launched_by_calls_of_the_fuzz(launched: set[str]) -> None:
-    """A kernel that no row has is that of a row made for it; of the calls like that row some must reach the kernel."""
+    """For a kernel that no row has, a row is made; some of the calls like that row must reach the kernel."""
     kernels = forced.all_kernels()
     ships = {name for name in kernels if name.startswith(("rope_norm_", "rope_append_")) or "_rows_" in name}
     for index, row in enumerate(forced.rows("rope")):
@@ -143,7 +143,7 @@ def test_every_kernel_of_a_norm_or_a_cache_or_whole_rows_is_launched_by_calls_of
             continue
         launched.clear()
         wanted = set(kernel_names(row.spec, row.variant))
-        for turn in TURNS:  # a key that lies otherwise than the query is no kernel's
+        for turn in TURNS:  # kernels take no key that lies otherwise than the query
             for call in case(GPU, SEED, index_of(GPU, "rope", index, turn)).calls:
                 if not wanted <= launched:
                     with forced.forced("rope", index):
@@ -184,7 +184,7 @@ def test_every_kernel_of_latent_attention_is_launched_by_calls_of_the_fuzz(launc
 
 @functools.cache
 def drawn_layouts() -> frozenset[tuple[str, str, bool]]:
-    """(function, format, whether in place) of the calls of many cases."""
+    """(function, format, whether in place) of the calls in many cases."""
     calls = [call for index in range(3000) for call in case(CPU, SEED, index).calls if call.check != "check_refused"]
     told = ((c.function, c.arguments.get("tensor_format", "bshd"), c.arguments.get("inplace", False)) for c in calls)
     return frozenset(told)
@@ -214,7 +214,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def found(name: str, most: int = 60) -> cases.Failure:
-    """The first failure with a defect planted."""
+    """The first failure found with a defect planted."""
     world = dataclasses.replace(QUICK, kinds=("gru",) if PLANTS[name][0] == PLANTED_IN_GRU else ("rope",))
     with planted(name), pytest.MonkeyPatch.context() as patch:
         if name.endswith("norm"):
@@ -243,7 +243,7 @@ def test_planted_defects_are_found_and_their_scripts_fail_elsewhere_too(tmp_path
 
 @pytest.mark.parametrize(("theirs", "right"), [(1.0, True), (1.0 + 2**-20, False), (None, False)])
 def test_only_pytorchs_own_bits_may_be_far_from_float64(theirs: float | None, right: bool) -> None:
-    """cuDNN itself is further off at times than its settings say. Whatever differs from it must be near."""
+    """cuDNN itself is at times further off than its settings say. A result with other bits must be near float64."""
     given = Given(SEED, device="cpu", mode="no_grad")
     reference = None if theirs is None else torch.tensor([theirs])
     given._as_good("result", torch.tensor([1.0]), reference, torch.tensor([1.1], dtype=torch.float64), 1e-7, 1)
@@ -265,7 +265,7 @@ def test_a_case_is_a_seed_and_an_index() -> None:
 
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd", "bhsd"])
 def test_the_formula_is_the_oracles(layout: str) -> None:
-    """Two references that share nothing, over everything that decides which angle a feature is turned by."""
+    """Compares two references that share no code, over everything that decides which angle turns a feature."""
     draw = torch.Generator().manual_seed(3)
     bounds = (2, 2, 8, 14) if layout == "thd" else None
     for style, entries, rotated, transposed, ranks in itertools.product(
@@ -325,7 +325,7 @@ def test_every_row_is_what_lookups_give_while_it_is_forced() -> None:
 
 
 def test_a_launch_for_each_step_serves_calls_while_its_row_is_forced() -> None:
-    """Of which most are for graphs alone: what a host takes for them does not count."""
+    """Most such rows are for graphs only: the forced lookup does not count the host's time."""
     gpu, rows = Gpu("nvidia_h200", 90, 132, "NVIDIA H200"), forced.rows("gru")
     by_steps = [index for index, row in enumerate(rows) if row.variant.strategy == "library"]
     assert by_steps
@@ -338,8 +338,8 @@ def test_a_launch_for_each_step_serves_calls_while_its_row_is_forced() -> None:
 
 
 def test_all_that_is_known_of_calls_is_forgotten_for_a_case_that_is_forced() -> None:
-    """Whatever tables of plans modules of calls have, by whatever names."""
-    kept = {"_CAPTURED", "_FORMULAS"}  # what captured graphs read, and what compiled operators are made of
+    """This covers every table of plans in the modules of calls, whatever its name."""
+    kept = {"_CAPTURED", "_FORMULAS"}  # one is read by captured graphs, compiled operators are made of the other
     modules = [m for name, m in sys.modules.items() if name.startswith(("tuned.calls.", "tuned.launching.plan"))]
     tables = {
         n for m in modules for n, kind in vars(m).get("__annotations__", {}).items() if kind.startswith("dict[Any")
@@ -349,7 +349,7 @@ def test_all_that_is_known_of_calls_is_forgotten_for_a_case_that_is_forced() -> 
 
 
 def test_a_forced_row_serves_calls_that_are_far_from_it() -> None:
-    """Calls of the fuzz are small: beyond the reach of most rows, whose variants then came up nowhere."""
+    """Calls of the fuzz are small, beyond the reach of most rows, so the variants of those rows were never used."""
     gpu, rope = Gpu("nvidia_h200", 90, 132, "NVIDIA H200"), FAMILIES_OF["rope"]
     row = forced.rows("rope")[0]
     far = dataclasses.replace(row.size, seq=64 * row.size.seq)
@@ -359,7 +359,7 @@ def test_a_forced_row_serves_calls_that_are_far_from_it() -> None:
 
 
 def test_a_row_is_drawn_calls_that_kernels_serve() -> None:
-    """linear_cat of one segment is the library's GEMM, and a GRU's projection has rows of one."""
+    """The library's GEMM serves linear_cat of one segment, but a GRU's projection has rows with one segment."""
     rows = forced.rows("linear_cat")
     assert any(len(row.spec.inputs) == 1 for row in rows)
     for index, row in enumerate(rows):
@@ -370,7 +370,7 @@ def test_a_row_is_drawn_calls_that_kernels_serve() -> None:
 
 
 def test_a_table_without_rows_has_a_gradient_to_judge() -> None:
-    """No result depends on it, since all sequences are empty: it is nobody's graph."""
+    """All sequences are empty, so no result depends on the table, and it is in no graph."""
     given = Given(7, mode="grad")
     cu_seqlens = given.tensor("cu_seqlens", (3,), torch.int32, (1,), 0, 3, values=(0, 0, 0))
     cos, sin = (given.tensor(name, (0, 4), torch.float32, (4, 1), 0, 8, grad="leaf") for name in ("cos", "sin"))
@@ -382,7 +382,7 @@ def test_a_table_without_rows_has_a_gradient_to_judge() -> None:
 
 @pytest.mark.parametrize(("name", "place"), [("x", 3), ("x", 36), ("cos", 0), ("cos", 4)])
 def test_a_write_into_an_input_or_around_it_is_wrong(name: str, place: int) -> None:
-    """Planted defects are found by their results too, which come from the changed inputs."""
+    """Planted defects also show in their results, which come from changed inputs; here the results are right."""
     given = Given(7)
     x = given.tensor("x", (1, 2, 2, 8), torch.float32, (32, 16, 8, 1), 4, 40)
     cos, sin = (given.tensor(angle, (2, 4), torch.float32, (4, 1), 4, 16) for angle in ("cos", "sin"))
@@ -400,7 +400,7 @@ def test_a_write_into_an_input_or_around_it_is_wrong(name: str, place: int) -> N
 def test_the_command_counts_and_a_process_that_dies_is_told_and_started_again(tmp_path: Path) -> None:
     out = tmp_path / "fuzz.json"
     command = [sys.executable, "-m", "tests.fuzz", "--seed", "5", "--processes", "1", "--calls", "30", "--classes", "8"]
-    # On a CPU everywhere: on a GPU one process would go on until every row has come up.
+    # On a CPU even where there is a GPU: there one process would go on until every row has been chosen.
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [*command, "--out", str(out), "--crash", "2"],
@@ -422,13 +422,13 @@ def test_the_command_counts_and_a_process_that_dies_is_told_and_started_again(tm
 
 
 def test_a_reference_on_another_device_gets_the_gradients_that_the_call_got() -> None:
-    """One seed gives other numbers there."""
+    """The same seed gives other numbers on another device."""
     given = Given(7, mode="grad")
     x = given.tensor("x", (3, 8), torch.float32, (8, 1), 0, 24, grad="leaf")
     w = given.tensor("w", (5, 8), torch.float32, (8, 1), 0, 40, grad="leaf")
     given.run(dispatch.linear_cat, inputs=(x,), weight=w)
     (drawn,) = given.grad_outputs.values()
-    given.grad_outputs = {0: drawn + 1}  # as another generator would have it
+    given.grad_outputs = {0: drawn + 1}  # as another generator would draw it
     reference = given._original("linear_cat", doubled=True, device="cpu")
     torch.testing.assert_close(reference.grads["x"], (drawn + 1).double() @ w.detach().double())
 
@@ -448,7 +448,7 @@ def test_gradients_of_a_cells_weights_are_judged_by_the_largest_of_them() -> Non
 
 
 def test_sums_of_rounded_gates_are_within_the_bound_and_those_that_lack_a_term_are_not() -> None:
-    """Steps of one unit in float16: what is stored of the gates' gradients is rounded, and may cancel in a weight's gradient."""
+    """Steps of one unit in float16: the gates' gradients are stored rounded, and may cancel in a weight's gradient."""
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -471,7 +471,7 @@ def test_sums_of_rounded_gates_are_within_the_bound_and_those_that_lack_a_term_a
 
 
 def test_a_sum_of_gradients_that_cancel_may_err_by_the_roundings_of_what_is_summed() -> None:
-    """Of a head whose features are one number, what the norm's gradient gives them adds up to nearly nothing."""
+    """For a head whose features are all one number, the norm's gradient gives terms that add up to nearly nothing."""
     given = Given(16, mode="grad")
     q = given.tensor("q", (3, 7, 2, 4), torch.float16, (672, 96, 3, 0), 20, 1960, grad="made")
     k = given.tensor("k", (3, 7, 2, 4), torch.float16, (56, 8, 4, 1), 17, 201)
@@ -493,7 +493,7 @@ def test_what_lies_on_meta_has_nothing_to_ask_and_leaves_the_rest_asked() -> Non
 
 
 def test_a_reference_has_what_lies_on_meta_in_its_own_dtype_too() -> None:
-    """torch.nn.GRU compares the dtypes of its input and its weights, wherever they lie."""
+    """torch.nn.GRU compares the dtypes of its input and its weights on any device."""
     given = Given(7, mode="no_grad")
     x = given.tensor("x", (3, 8), torch.float16, (8, 1), 0, 24, device="meta")
     given.tensor("w", (5, 8), torch.float16, (8, 1), 0, 40)
@@ -517,7 +517,7 @@ STRIDED = "view size is not compatible with input tensor's size and stride (at l
 def test_what_pytorch_would_refuse_besides_what_is_taken_is_to_be_refused_in_its_words(
     ours: str, besides: str | None, right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It tells one reason of two; where the one is strides that kernels take, a call may be refused for the other."""
+    """PyTorch names one of two reasons; if it names strides that kernels take, a call may be refused for the other."""
 
     def theirs(inputs: Any, weight: torch.Tensor) -> torch.Tensor:
         if not weight.is_contiguous():

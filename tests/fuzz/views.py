@@ -1,4 +1,4 @@
-"""Tensors of any strides, each inside a larger storage that is poisoned, whatever is drawn: one seed tells them."""
+"""Tensors of any strides, each inside a larger poisoned storage; one seed determines everything that is drawn."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import torch
 if TYPE_CHECKING:
     import random
 
-MARGIN = 16  # elements before and after a view that nothing may read or write: 16 bytes at least, so alignment is kept
-POISON = {True: math.nan, False: 2**30 + 7}  # by whether the dtype is floating point
+MARGIN = 16  # elements around a view that nothing may read or write: at least 16 bytes, which keeps alignment
+POISON = {True: math.nan, False: 2**30 + 7}  # key: whether the dtype is floating point
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """How one tensor of a call is made: its place in a storage, and what its values are."""
+    """How one tensor of a call is made: its place in a storage, and its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     strides: tuple[int, ...]
     offset: int
     size: int  # elements of the storage
-    scale: float = 1.0  # of normal numbers
-    function: str = ""  # "cos" or "sin" of what is drawn with ``stream``; "rates": falling, as inv_freq
-    values: Any = None  # integers, in the order of the shape, instead of numbers
-    stream: str = ""  # tensors with one stream have one set of numbers
-    negative: bool = False  # as z.conj().imag is: what stands in memory is minus the value
-    device: str = ""  # another one than that of the call
+    scale: float = 1.0  # scale of normal numbers
+    function: str = ""  # "cos" or "sin" of the numbers of ``stream``; "rates": falling, as inv_freq
+    values: Any = None  # integers in the order of the shape, in place of random numbers
+    stream: str = ""  # tensors with the same stream have the same numbers
+    negative: bool = False  # as z.conj().imag is: memory holds minus the value
+    device: str = ""  # another device than the call's
     grad: str = ""  # "leaf": it requires a gradient; "made": it is a view of something made of a leaf
 
     def __post_init__(self) -> None:
@@ -44,16 +44,16 @@ class View:
 
 @dataclasses.dataclass
 class Built:
-    """A tensor of a call, the storage that it lies in, and what that was like before the call."""
+    """A tensor of a call, its storage, and the contents of the storage before the call."""
 
     view: View
     tensor: torch.Tensor
     storage: torch.Tensor  # [size]
     before: torch.Tensor  # bits of the storage, as integers
-    leaf: torch.Tensor | None = None  # whose gradient is asked for
+    leaf: torch.Tensor | None = None  # the tensor whose gradient is asked for
 
     def value(self) -> torch.Tensor:
-        """The tensor as it was before the call, in a memory of its own."""
+        """The tensor as it was before the call, in new memory."""
         storage = self.before.view(self.view.dtype)
         t = storage.as_strided(self.view.shape, self.view.strides, self.view.offset).clone()
         return -t if self.view.negative else t
@@ -65,7 +65,7 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def outside(view: View, device: str) -> torch.Tensor:
-    """[size]: which elements of the storage are no part of the view."""
+    """[size]: which elements of the storage do not belong to the view."""
     out = torch.ones(view.size, dtype=torch.bool, device=device)
     if view.numel:
         out[places(view, device).flatten()] = False
@@ -74,18 +74,18 @@ def outside(view: View, device: str) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def places(view: View, device: str) -> torch.Tensor:
-    """Of each element of the view, its place in the storage."""
+    """For each element of the view, its place in the storage."""
     return torch.arange(view.size, device=device).as_strided(view.shape, view.strides, view.offset)
 
 
 @functools.lru_cache(maxsize=256)
 def overlaps(view: View) -> int:
-    """How many elements of the view lie in one place, at most."""
+    """The largest number of elements of the view that lie in one place."""
     return int(places(view, "cpu").flatten().bincount().max()) if view.numel else 1
 
 
 def numbers(view: View, seed: int, device: str) -> torch.Tensor:
-    """[size]: what is drawn for a view."""
+    """[size]: the numbers drawn for a view."""
     draw = torch.Generator(device).manual_seed(seed)
     wide = torch.float64 if view.dtype == torch.float64 else torch.float32
     drawn = torch.randn(view.size, generator=draw, device=device, dtype=wide)
@@ -100,7 +100,7 @@ def numbers(view: View, seed: int, device: str) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _listed(view: View, device: str) -> torch.Tensor:
-    """The storage of a view whose values are given; kept, since a copy to a GPU waits for it."""
+    """The storage of a view whose values are given; cached, because a copy to a GPU waits for the GPU."""
     storage = torch.full((view.size,), POISON[view.dtype.is_floating_point], dtype=view.dtype)
     if view.numel:
         storage[places(view, "cpu").flatten()] = torch.tensor(view.values, dtype=view.dtype).flatten()
@@ -117,7 +117,7 @@ def filled(view: View, seed: int, device: str) -> torch.Tensor:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A seed of its own for each tensor of a call; hash() differs from process to process."""
+    """Another seed for each tensor of a call; hash() would differ from process to process."""
     return (seed * 1_000_003 + sum(ord(c) * 131**i for i, c in enumerate(name))) % 2**63
 
 
@@ -143,7 +143,7 @@ def build(name: str, view: View, seed: int, device: str) -> Built:
 
 
 def refill(built: Built, name: str, seed: int, device: str) -> None:
-    """Other values in the same memory: what a captured graph is given before a replay."""
+    """Put other values into the same memory, as for a captured graph before a replay."""
     if built.storage.device.type != "meta":
         built.storage.copy_(filled(built.view, seed_of(seed, built.view.stream or name), built.view.device or device))
         built.before.copy_(bits(built.storage))
@@ -151,7 +151,7 @@ def refill(built: Built, name: str, seed: int, device: str) -> None:
 
 # What is drawn ------------------------------------------------------------------------------------------------------
 
-PLAIN = 0.35  # of all tensors are contiguous
+PLAIN = 0.35  # share of contiguous tensors
 
 
 def drawn(
@@ -164,15 +164,15 @@ def drawn(
     inner: bool = False,
     **rest: Any,
 ) -> View:
-    """A view of this shape, of any strides; ``shared``: its elements may lie in one place.
+    """A view of this shape with any strides; ``shared``: several of its elements may lie in one place.
 
-    ``inner``: the last axis lies densely. Otherwise axes are in any order, apart by any steps and gaps, expanded or
-    overlapping; axes of length 1 have any stride; and the first element is anywhere.
+    ``inner``: the last axis is dense. Otherwise axes are in any order, with any steps and gaps, expanded or overlapping;
+    axes of length 1 have any stride, and the first element is anywhere.
     """
     strides, extent = _strides(rng, shape, shared=shared, plain=plain, inner=inner)
     misaligned = 0 if rng.random() < 0.6 else rng.choice((1, 1, 2, 3, 4, 8, 13))
     negative = rest.pop("negative", False)
-    if negative:  # a part of a complex tensor: two numbers an element
+    if negative:  # the view is a part of a complex tensor: two numbers an element
         strides, extent, misaligned = tuple(2 * s for s in strides), 2 * extent, 2 * misaligned + 1
     offset = MARGIN + misaligned
     return View(shape, dtype, strides, offset, offset + extent + MARGIN, negative=negative, **rest)
@@ -228,7 +228,7 @@ def contiguous(shape: tuple[int, ...], dtype: torch.dtype, **rest: Any) -> View:
 
 
 def redrawn(rng: random.Random, view: View, **changes: Any) -> View:
-    """The same tensor, lying in another way."""
+    """The same tensor with other strides."""
     shared = any(s == 0 and n > 1 for s, n in zip(view.strides, view.shape, strict=True))
     kept = {f.name: getattr(view, f.name) for f in dataclasses.fields(View) if f.name not in _PLACE}
     made = drawn(rng, view.shape, view.dtype, shared=shared, **kept)

@@ -1,4 +1,4 @@
-"""One process of the fuzz: its share of the cases, told line by line as JSON."""
+"""One process of the fuzz: runs its share of the cases and reports each as a line of JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def world() -> Any:
-    """The one of this machine."""
+    """The World of this machine."""
     return GPU if torch.cuda.is_available() else CPU
 
 
@@ -32,7 +32,7 @@ def tell(**told: Any) -> None:
 
 
 def work(seed: int, indices: Iterator[int], repeats: int, seconds: float, crash: int = -1) -> None:
-    """The cases of these indices, until the time is over."""
+    """Run the cases of these indices until the time is over."""
     here, end = world(), time.monotonic() + seconds
     torch.set_num_threads(1)
     came, known_kernels, known_variants = forced.Came(), set[str](), set[Any]()
@@ -47,7 +47,7 @@ def work(seed: int, indices: Iterator[int], repeats: int, seconds: float, crash:
                 calls, found = cases.run(made, here.device)
                 keys = [hash_of(call.key()) for call in made.calls]
                 failure = None if found is None else dataclasses.asdict(found)
-            except Exception as error:  # noqa: BLE001 - the fuzz itself, or a context that is lost
+            except Exception as error:  # noqa: BLE001 - the fuzz itself failed, or the CUDA context is lost
                 text = "".join(traceback.format_exception(error)[-3:])
                 failure = lost(seed, index, text)
                 if "CUDA" in str(error):
@@ -60,7 +60,7 @@ def work(seed: int, indices: Iterator[int], repeats: int, seconds: float, crash:
 
 
 def lost(seed: int, index: int, message: str) -> dict[str, Any]:
-    """A failure of a whole case, that no call can be named for."""
+    """The failure of a whole case, if no single call can be named."""
     told = script_of(seed, index)
     return {"seed": seed, "index": index, "step": -1, "message": message, "script": told, "whole": told}
 
@@ -72,9 +72,9 @@ def hash_of(key: str) -> str:
 
 
 def script_of(seed: int, index: int) -> str:
-    """The script of a whole case, without running it."""
+    """The script of a whole case, without running the case."""
     here = world()
     try:
         return cases.script(case(here, seed, index), here.device)
-    except Exception as error:  # noqa: BLE001 - a case that cannot even be drawn
+    except Exception as error:  # noqa: BLE001 - the case cannot even be drawn
         return f"# the case cannot be drawn: {error}"

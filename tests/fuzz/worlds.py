@@ -1,4 +1,4 @@
-"""What the fuzz draws where there is no GPU: by PyTorch's operators, or for kernels in Triton's interpreter."""
+"""What the fuzz draws where there is no GPU: calls by PyTorch's operators, or by kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ KERNELS = World(
     truncates=True, sees_values=False, most=1000, hidden=16, long=0, modes=("plain", "no_grad", "inference", "grad")
 )
 ROPE = dataclasses.replace(KERNELS, kinds=("rope", "dropin"))
-# The interpreter of older Tritons cannot count from a number of the call, as sequences do.
+# The interpreter of older Tritons cannot count from a number of the call, as sequences need.
 SEQUENCES = ("gru",) if Version(triton.__version__) >= Version("3.7") else ()
 FAMILIES = dataclasses.replace(KERNELS, kinds=(*SEQUENCES, "gru_cell", "linear_cat"), modes=("no_grad", "inference"))
 
 
 def assert_right(world: World, indices: range, repeats: int = 2) -> int:
-    """Run cases; every failure is told with its script."""
+    """Run cases; each failure is shown with its script."""
     wrong, calls = [], 0
     for index in indices:
         made, failure = cases.run(case(world, SEED, index, repeats), "cpu")

@@ -1,4 +1,4 @@
-"""Where things lie, for a user without a home too."""
+"""Where files are kept, also for a user without a home folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that are broken on purpose, and a worker's process whose fastest variants launch them; for a real GPU."""
+"""Kernels that are broken on purpose, and a worker on a real GPU whose fastest variants launch them."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ DEEDS = (
     "illegal access",
     "endless loop",
 )
-INPUT, PLACE = "x0", 77  # a tensor that a variant must not write, and an element of it and of the output
+INPUT, PLACE = "x0", 77  # a tensor that variants must not write, and an element of that tensor and of the output
 NOWHERE = 2**44  # elements from a tensor: beyond every address of a GPU's memory
 
 
 @triton.jit
 def write(pointer, offset, value):
-    """One element, wherever that is."""
+    """Write one element at any address."""
     tl.store(pointer + offset, value)
 
 
 @triton.jit
 def wait(pointer):
-    """For a value that never comes."""
+    """Wait for a value that never comes."""
     value = tl.load(pointer, volatile=True)
     while value == 0:
         value = tl.load(pointer, volatile=True)
 
 
 class BrokenGpuServer(GpuServer):
-    """As the real one, but for its stage."""
+    """The real server with another stage."""
 
     def stage(self, problem: Problem) -> Any:
         from triton.runtime import driver  # noqa: PLC0415 - needs a GPU
@@ -58,7 +58,7 @@ class BrokenGpuServer(GpuServer):
 
 
 class BrokenGpuStage(Stage):
-    """Runs the kernels of a variant on the probe, and then, for each of the fastest by the fake costs, does its deed."""
+    """Runs a variant's kernels on the probe; then each of the fastest variants (by fake costs) does its deed."""
 
     def launches(self, variant: Any) -> list[Callable[[], None]]:
         probe, *rest = super().launches(variant)

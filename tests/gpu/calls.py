@@ -1,4 +1,4 @@
-"""Complete RoPE calls on a GPU through the public call and autograd, against the oracle; in processes of their own."""
+"""Complete RoPE calls on a GPU, through the public call and autograd, against the oracle; in separate processes."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tests.support.rope_rows import AXES, case_of, given_of, possible, row_id, s
 from tests.support.run import to_numpy
 from tuned.calls.rope.call import call
 
-TIMES = 9  # tokens of a row of tests/support/rope_rows.py: enough for several tiles of any variant
-SEEDS = 3  # calls of one row: the second and later ones go by the plan of the first
-# Sizes of models, and some that no tile divides.
+TIMES = 9  # times the tokens of a row of tests/support/rope_rows.py: enough for several tiles of any variant
+SEEDS = 3  # calls of one row: from the second on they use the plan of the first
+# Sizes of models, and some sizes that no tile divides.
 DIMS = ((128, 128), (128, 64), (256, 64), (96, 24), (80, 20), (64, 64), (5, 4))
 HEADS = ((32, 8, 0), (8, 1, 0), (28, 4, 0), (5, 0, 2), (3, 0, 0), (1, 3, 0))
 ROWS = pairwise.covering(pairwise.sample({**AXES, "dims": DIMS, "heads": HEADS}, possible, pairwise.on_a_gpu(6000)))
 
 
 def too_few(row: dict[str, Any]) -> bool:
-    """Whether the angles are too few for the call, as far as its arguments tell without their values."""
+    """Whether the angles are too few for the call, as far as its arguments show without their values."""
     spec = case_of(row).spec
     return row["rows"] == "too few" and spec.positions in ("order", "shifted") and not spec.packed
 
 
 def run_row(row: dict[str, Any]) -> list[str]:
-    """What is wrong with a row: its calls, and where they are out of place their gradients."""
+    """What is wrong with a row: with its calls, and if they are out of place with their gradients."""
     case, wrong = case_of(row, TIMES), []
     for seed in range(SEEDS):
         built = build(dataclasses.replace(case, seed=seed))
@@ -67,12 +67,12 @@ def _forward(built: Built) -> None:
 
 
 def _backward(built: Built) -> None:
-    """Gradients that arrive: the transpose of what arrives at the results, held against the oracle as a call of its own."""
+    """Gradients: the transpose applied to the results' gradients, compared with the oracle as a separate call."""
     spec = built.case.spec
     turned = "backward" if spec.direction == "forward" else "forward"
     case = dataclasses.replace(built.case, spec=dataclasses.replace(spec, direction=turned), seed=built.case.seed + 10)
     transposed = build(case)
-    # The same angles and positions, which the seed draws besides the tensors.
+    # The seed draws the same angles and positions again, besides the tensors.
     transposed = dataclasses.replace(transposed, cos=built.cos, sin=built.sin)
     given = given_of(built)
     leaves = [t.detach().requires_grad_() for t in (given.x, given.key) if t is not None]
@@ -85,7 +85,7 @@ def _backward(built: Built) -> None:
 
 
 def refused(row: dict[str, Any]) -> bool:
-    """Whether a call with too few angles raises, and writes nothing."""
+    """Whether a call with too few angles raises and writes nothing."""
     built = build(case_of(row, TIMES))
     try:
         call(*given_of(built), tuple(settings_of(built)))

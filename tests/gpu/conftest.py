@@ -1,4 +1,4 @@
-"""What GPU tests share, which run in several processes side by side."""
+"""Fixtures of the GPU tests, which run in several processes side by side."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def kernels_for_short_packed_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that short sequences test them."""
+    """Kernels serve packed calls however short they are, so that short sequences test the kernels."""
     monkeypatch.setattr(run, "PACKED_US", -1e9)
 
 
 @pytest.fixture(autouse=True)
 def no_limit_was_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test may meet a launch that is too large. Then a capture in its process, whose stream nothing is known of, takes other variants."""
+    """Forget launches that were too large for a test: later captures in its process would use other variants."""
     monkeypatch.setattr(residents, "_PLACES", {})
     monkeypatch.setattr(residents, "_SEEN", [])
 
 
 @pytest.fixture(autouse=True)
 def no_capture_is_left() -> Iterator[None]:
-    """A capture that was cut leaves the random numbers of its process unusable: the first test that is told so is where to look."""
+    """A capture without an end breaks its process's random numbers: look at the first test that fails here."""
     yield
     if torch.cuda.is_available():
         try:
@@ -44,10 +44,10 @@ def no_capture_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def much_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For a test that takes tens of gigabytes of a GPU: one runs at a time, in whatever process, and gives them back."""
+    """For tests that take tens of gigabytes of a GPU: one at a time over all processes, then the memory is freed."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # of all workers
+        folder = folder.parent  # shared by all workers
     with (folder / "much_memory.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

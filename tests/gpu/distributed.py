@@ -1,4 +1,4 @@
-"""One rank of a GRU that trains under DistributedDataParallel: python -m tests.gpu.distributed RANK RANKS PORT; 0 if it is right."""
+"""One rank of a GRU under DistributedDataParallel: python -m tests.gpu.distributed RANK RANKS PORT; 0 if right."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ STEPS, ROWS, HIDDEN = 64, 16, 256
 
 
 def main(rank: int, ranks: int, port: int) -> int:
-    """Gradients of a batch that ranks share must be those of the whole batch, on every rank, for some steps."""
+    """For some steps, every rank's gradients of a shared batch must be those of the whole batch."""
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", rank % gpus)
     torch.cuda.set_device(device)
-    backend = "nccl" if gpus >= ranks else "gloo"  # NCCL wants a GPU for each rank
+    backend = "nccl" if gpus >= ranks else "gloo"  # NCCL needs a GPU for each rank
     torch.distributed.init_process_group(backend, f"tcp://127.0.0.1:{port}", world_size=ranks, rank=rank)
     by_kernels, served = training._by_kernels, [0]
 
@@ -35,7 +35,7 @@ def main(rank: int, ranks: int, port: int) -> int:
     parallel = DistributedDataParallel(shared, device_ids=[device.index])
     worst = 0.0
     for _ in range(3):
-        x = torch.randn(STEPS, ROWS * ranks, HIDDEN, device=device, dtype=torch.bfloat16)  # the same on every rank
+        x = torch.randn(STEPS, ROWS * ranks, HIDDEN, device=device, dtype=torch.bfloat16)  # equal on every rank
         own = x[:, rank * ROWS : (rank + 1) * ROWS]
         alone.zero_grad()
         shared.zero_grad()

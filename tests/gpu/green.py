@@ -1,6 +1,6 @@
-"""A GRU on a part of a GPU, as ``python -m tests.gpu.green <deed>``; prints "skip: <why>" where the driver gives no part.
+"""A GRU on a part of a GPU: ``python -m tests.gpu.green <deed>``. It prints "skip: <why>" if the driver gives no part.
 
-asked: the driver says how many programs may wait for each other. unasked: the launch that fails tells.
+asked: the driver is asked how many programs may wait for each other. unasked: a launch that fails shows it.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ ATOL = 3e-2  # bfloat16
 
 
 def part() -> Any:
-    """A green context of a part of the GPU, or the end of the process."""
+    """A green context of a part of the GPU; without one the process ends."""
     try:
         from torch.cuda import green_contexts  # noqa: PLC0415 - newer versions of torch have it
     except ImportError as error:
         skip(error)
-    try:  # one built without them says so too
+    try:  # a torch built without them raises here
         return green_contexts.GreenContext.create(PART, 0)
     except RuntimeError as error:
         skip(error)
 
 
 def skip(error: Exception) -> NoReturn:
-    """End the process, and say why."""
+    """End the process with the reason."""
     sys.stdout.write(f"skip: {str(error).splitlines()[0]}\n")
     sys.exit(0)
 
 
 def captured(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """The output of a call in a graph, replayed."""
+    """The output of a call in a replayed graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output, _ = module(x)
@@ -52,7 +52,7 @@ def captured(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def main(deed: str, layers: int) -> None:
-    """Calls on all of the GPU, on a part of it, captured there, and on all of it again."""
+    """Calls on the whole GPU, on a part of it, captured on that part, and on the whole GPU again."""
     green = part()
     genuine, asked = run._choose, residents._multiprocessors
 
@@ -78,7 +78,7 @@ def main(deed: str, layers: int) -> None:
             torch.cuda.synchronize()
             torch.testing.assert_close(found, wanted, rtol=0, atol=ATOL)
         told = tuned.explain(module, x).why
-        if layers == 1:  # several are served one by one, and a layer of fewer units has room
+        if layers == 1:  # several layers run one by one, and a layer of fewer units has room
             assert "may wait for each other here" in told, told
         if deed == "asked":
             assert residents.allowed(0) == PART, residents.allowed(0)
@@ -86,7 +86,7 @@ def main(deed: str, layers: int) -> None:
         green.pop_context()
         assert torch.equal(module(x)[0], wanted)
         if deed == "asked":
-            # PyTorch keeps the streams that it made above: they are of the part still, which only the driver tells.
+            # PyTorch keeps the streams that it made above. They still belong to the part, which only the driver tells.
             torch.testing.assert_close(captured(module, x), wanted, rtol=0, atol=ATOL)
     residents._multiprocessors = asked
 

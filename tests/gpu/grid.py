@@ -29,20 +29,20 @@ DIMS = (  # heads, head_dim, rotary_dim
     (1, 512, 512),
     (7, 5, 4),
 )
-# batch, seq; in thd so many sequences. Most are new to a kernel's bounds, and compile nothing.
+# batch, seq; in thd the batch is a number of sequences. Most sizes need no new kernel, although bounds are new.
 SIZES = (
     *((1, 1), (8, 1), (1, 7), (2, 16), (3, 33), (1, 64), (2, 130), (1, 257)),
     *((5, 1), (3, 2), (2, 9), (4, 16), (1, 31), (2, 48), (7, 65), (3, 127)),
     *((6, 1), (16, 1), (1, 2), (3, 5), (9, 3), (4, 4), (5, 12), (1, 16)),
     *((4, 17), (2, 33), (8, 31), (2, 64), (1, 100), (1, 128), (2, 255), (1, 300)),
 )
-VIEWS = ("contiguous", "tokens", "features")  # transposed as TransformerEngine's tests do: axes (0, 1), and (2, 3)
-PADDING = 3  # tokens of no sequence, at the end of a packed tensor
+VIEWS = ("contiguous", "tokens", "features")  # transposed as in TransformerEngine's tests: axes (0, 1), and axes (2, 3)
+PADDING = 3  # tokens of no sequence at the end of a packed tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class Combination:
-    """What one test function holds fixed."""
+    """The arguments that one test function keeps fixed."""
 
     layout: str
     style: str
@@ -56,7 +56,7 @@ class Combination:
         return f"{self.layout}-{self.style}-{self.dtype}-{self.angles}-{self.entries}-{output}"
 
     def dims(self) -> tuple[int, int, int]:
-        """A row of DIMS. An eighth of the combinations has the same, to spare compiling; every two values meet."""
+        """A row of DIMS; an eighth of the combinations shares each row, to save compiling; every two values meet."""
         return DIMS[zlib.crc32(str(self).encode()) % len(DIMS)]
 
 
@@ -75,11 +75,11 @@ COMBINATIONS = [
 
 @dataclasses.dataclass
 class Report:
-    """What came of a combination."""
+    """The results of one combination."""
 
     forward: int = 0  # cases
     backward: int = 0
-    wrong: list[str] = dataclasses.field(default_factory=list)  # a sentence each
+    wrong: list[str] = dataclasses.field(default_factory=list)  # one sentence for each
     ulps: float = 0.0  # float32: the largest distance to the studies' formula, in units of a pair's size
 
 
@@ -107,7 +107,7 @@ def cases(combination: Combination, every: int = 1) -> Iterator[Case]:
 
 
 def _tensor(case: Case, draw: torch.Generator) -> torch.Tensor:
-    """Normal numbers in the layout of the case, transposed in memory as its view says."""
+    """Normal numbers in the case's layout, transposed in memory as its view says."""
     lengths = _lengths(case)
     tokens = {
         "bshd": (case.batch, case.seq),
@@ -124,12 +124,12 @@ def _tensor(case: Case, draw: torch.Generator) -> torch.Tensor:
 
 
 def _lengths(case: Case) -> list[int]:
-    """Lengths of the packed sequences: ragged, with an empty one after the first."""
+    """Lengths of the packed sequences: ragged, and an empty one comes after the first."""
     return [case.seq, 0, *(case.seq - index % case.seq for index in range(1, case.batch))]
 
 
 def _positions(case: Case) -> torch.Tensor:
-    """[tokens], of the tokens that rotate; the padding of a packed call is left out."""
+    """Positions [tokens] of the tokens that rotate, without the padding of a packed call."""
     if case.combination.layout != "thd":
         return torch.arange(case.seq, device="cuda")
     return torch.cat([torch.arange(length, device="cuda") for length in _lengths(case)])
@@ -138,9 +138,9 @@ def _positions(case: Case) -> torch.Tensor:
 def formula(
     case: Case, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, transposed: bool = False
 ) -> torch.Tensor:
-    """The studies' PyTorch formula in the dtype of x; cos and sin are rows a token, one entry a feature.
+    """The studies' PyTorch formula in the dtype of x; cos and sin have a row a token, an entry a feature.
 
-    ``transposed``: its gradient, as PyTorch's autograd would compute it, in the same dtype.
+    ``transposed``: its gradient, as PyTorch's autograd would compute it in the same dtype.
     """
     layout, interleaved = case.combination.layout, case.combination.style == "interleaved"
     rows = {"bshd": (1, -1, 1), "sbhd": (-1, 1, 1), "thd": (-1, 1)}[layout]
@@ -162,7 +162,7 @@ def formula(
 
 
 def _size(case: Case, x: torch.Tensor) -> torch.Tensor:
-    """|first| + |second| of each element's pair, zero where a value is copied: what float32 arithmetic errs by."""
+    """|first| + |second| of each element's pair, zero where a value is copied: float32 errors are fractions of it."""
     ones = torch.ones((len(_positions(case)), case.rotary_dim), dtype=x.dtype, device=x.device)
     moved = formula(case, x.abs(), ones * 0, ones)  # the other feature of the pair, up to its sign
     size = x.abs() + moved.abs()
@@ -179,13 +179,13 @@ def _ulp(values: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 class _Angles:
-    """The angles of a case: what the call is given, and rows a token, one entry a feature, for the formulas."""
+    """The angles of a case: those of the call, and for the formulas a row a token, an entry a feature."""
 
     def __init__(self, case: Case, draw: torch.Generator) -> None:
         combination = case.combination
         width = case.rotary_dim if combination.entries == "feature" else case.rotary_dim // 2
         rows = case.seq + 5
-        rows += rows == case.heads  # a table that fits the heads alone would be warned of, as one of [b, h, s, d]
+        rows += rows == case.heads  # the call would warn of a table that fits only the heads, as one of [b, h, s, d]
         freqs = torch.randn((rows, width), generator=draw, device="cuda")
         self.given: dict[str, torch.Tensor]
         if combination.angles == "freqs":
@@ -193,7 +193,7 @@ class _Angles:
             self.exact = freqs.double().cos(), freqs.double().sin()
             self.plain = freqs.cos(), freqs.sin()
         else:
-            # 16-bit calls with an entry a pair are given 16-bit tables, as flash-attention's callers do.
+            # 16-bit calls with an entry for each pair get 16-bit tables, as from flash-attention's callers.
             dtype = DTYPES[combination.dtype] if combination.entries == "pair" else torch.float32
             self.given = {"cos": freqs.cos().to(dtype), "sin": freqs.sin().to(dtype)}
             self.exact = self.given["cos"].double(), self.given["sin"].double()
@@ -209,22 +209,22 @@ class _Angles:
 
 
 def _judge(case: Case, what: str, got: torch.Tensor, x: torch.Tensor, *, angles: _Angles, report: Report) -> None:
-    """Hold a result against float64 and against the studies' formula in the dtype of x."""
+    """Compare a result with float64 and with the studies' formula in the dtype of x."""
     transposed = what == "backward"
     exact = formula(case, x.double(), *angles.exact, transposed=transposed)
     plain = formula(case, x, *angles.plain, transposed=transposed)
     size = _size(case, x.double())
-    # 2 units in the last place of sine and cosine, a product and a sum, twice: tests/support/oracle.py has the argument.
+    # 2 units in the last place of sine and cosine, a product and a sum, twice: tests/support/oracle.py explains it.
     arithmetic = 4 * U32 * size
     error = (got.double() - exact).abs()
     right = error <= arithmetic + 0.5 * _ulp(exact.abs() + arithmetic, case.combination.dtype) * (size > 0)
     distance = (got.double() - plain.double()).abs()
     if case.combination.dtype == "float32":
-        # The formula errs by as much as the kernel may.
+        # The formula may err as much as the kernel.
         near = distance <= 2 * arithmetic
         report.ulps = max(report.ulps, float((distance / _ulp(size, "float32")).max())) if got.numel() else report.ulps
     else:
-        # Both are 16-bit numbers, and the kernel's is the nearest there is, but for the float32 arithmetic before it.
+        # Both are 16-bit numbers; the kernel's is the nearest one, up to the float32 arithmetic before.
         near = error <= (plain.double() - exact).abs() + 2 * arithmetic
     if not bool((right & near).all()):
         worst = float((error / (arithmetic + 1e-300)).nan_to_num(nan=torch.inf).max())
@@ -235,7 +235,7 @@ def _judge(case: Case, what: str, got: torch.Tensor, x: torch.Tensor, *, angles:
 
 
 def run_case(case: Case, report: Report) -> None:
-    """One forward case and one backward case."""
+    """Run one forward case and one backward case."""
     draw = torch.Generator("cuda").manual_seed(zlib.crc32(str(case).encode()))
     combination = case.combination
     x = _tensor(case, draw)
@@ -253,7 +253,7 @@ def run_case(case: Case, report: Report) -> None:
     before = x.clone()
     leaf = x.detach().requires_grad_()
     if combination.inplace:
-        target = x.detach().clone(memory_format=torch.preserve_format)  # a leaf cannot be overwritten: this can
+        target = x.detach().clone(memory_format=torch.preserve_format)  # a leaf cannot be overwritten, this can
         out = rope(target, **arguments)
         if out.data_ptr() != target.data_ptr():
             report.wrong.append(f"forward {case}: the result in place is another tensor")
@@ -272,7 +272,7 @@ def run_case(case: Case, report: Report) -> None:
 
 
 def run_combination(combination: Combination, every: int = 1) -> Report:
-    """Every case of a combination, or each ``every``th."""
+    """Run every case of a combination, or each ``every``th."""
     report = Report()
     for case in cases(combination, every):
         try:
@@ -280,5 +280,5 @@ def run_combination(combination: Combination, every: int = 1) -> Report:
         except Exception as error:  # noqa: BLE001, PERF203 - the other cases still say something
             report.wrong.append(f"{case}: {type(error).__name__}: {error}")
             if "CUDA" in str(error):
-                break  # the context may be lost
+                break  # the CUDA context may be lost
     return report

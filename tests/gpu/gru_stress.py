@@ -1,6 +1,6 @@
-"""Recurrences that wait for each other while others use the GPU; each deed a process of its own, which a hang may cost.
+"""Recurrences whose programs wait for each other while others use the GPU; a hang costs only the process of a deed.
 
-`python -m tests.gpu.gru_stress DEED` ends with 0 when all results are right, and with a sentence when not.
+`python -m tests.gpu.gru_stress DEED` ends with 0 if all results are right, else with a sentence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from tests.support.gru_sequences import Built
 
-FULL_WARPS = 32  # of one program of spin: half of the threads that a multiprocessor holds
+FULL_WARPS = 32  # warps of one program of spin: half of the threads that a multiprocessor holds
 TILE = GruVariant("persistent", "tile", 32, 32, "spin", num_warps=4)
 SPLIT = GruVariant("persistent", "split", 16, 16, "spin", num_warps=4)
 EXCHANGES = ("counter", "poll", "spin", "probe")
@@ -34,14 +34,14 @@ EXCHANGES = ("counter", "poll", "spin", "probe")
 
 @triton.jit
 def spin(nanoseconds):
-    """Keep a place on a multiprocessor for so long."""
+    """Occupy a place on a multiprocessor for this long."""
     start = globaltimer()
     while globaltimer() - start < nanoseconds:
         pass
 
 
 def occupy(programs: int, microseconds: float) -> None:
-    """Programs of many threads that do nothing, on the current stream."""
+    """Launch programs with many threads that do nothing, on the current stream."""
     spin[(programs,)](int(1000 * microseconds), num_warps=FULL_WARPS)
 
 
@@ -52,7 +52,7 @@ def case_of(
 
 
 def launch(built: Built, variant: GruVariant) -> tuple[torch.Tensor, torch.Tensor]:
-    """A whole sequence on the current stream; what it gave, copied."""
+    """Launch a whole sequence on the current stream; returns copies of the results."""
     for step in launches(built.case.spec, variant, built.call):
         run_step(step, lambda found: run([found]))
     return built.call.out.clone(), built.call.h_n.clone()
@@ -68,7 +68,7 @@ def equal(found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, 
 
 
 def two_streams() -> None:
-    """Grids of nearly all multiprocessors, many times on two streams: neither may wait for what the other holds."""
+    """Two streams launch grids of nearly all multiprocessors, many times: neither may wait for what the other holds."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     rows = 16 * max(1, processors // 32)
     built = [case_of(rows, 64), case_of(rows, 64)]
@@ -85,7 +85,7 @@ def two_streams() -> None:
 
 
 def beside_others() -> None:
-    """While half of the GPU is taken, and beside a long product of matrices."""
+    """Runs while half of the GPU is taken, and beside a long product of matrices."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     built = case_of(16 * max(1, processors // 32), 64)
     matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -117,7 +117,7 @@ def beside_others() -> None:
 
 
 def delays() -> None:
-    """Programs of one grid delayed at random, by others that come and go on their multiprocessors."""
+    """Delays programs of one grid at random, by other programs that come and go on their multiprocessors."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     draw = random.Random(0)
     noise = [torch.cuda.Stream() for _ in range(3)]
@@ -141,7 +141,7 @@ def delays() -> None:
 
 
 def no_numbers() -> None:
-    """NaN and infinities in the input, and a state that is all ones, which is what readers wait to see go away."""
+    """The input has NaN and infinities, and the state has the bits that readers wait to see replaced: all ones."""
     for exchange in EXCHANGES:
         for dtype, steps in (("bfloat16", 9), ("float32", 9)):
             variant = dataclasses.replace(SPLIT, exchange=exchange, block_batch=8)
@@ -162,7 +162,7 @@ def no_numbers() -> None:
 
 
 def empty_tiles() -> None:
-    """Tiles of cu_seqlens that the same programs have in turn, some without a token, each both ways."""
+    """The same programs take tiles of cu_seqlens in turn, some without a token, each both ways."""
     for exchange in ("counter", "poll", "spin"):
         variant = dataclasses.replace(SPLIT, exchange=exchange, block_batch=8, turns=2)
         spec = GruSpec("float32", 256, "thd", directions=2)

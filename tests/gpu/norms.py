@@ -1,4 +1,4 @@
-"""Calls of a rotation with a norm before it, and the same by PyTorch's own operators in any precision, on any device."""
+"""Calls of a rotation with a norm before it, and the same with PyTorch's operators in any precision, on any device."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 from tuned.dispatch import qk_norm_rope
 
-BATCH, SEQ = 2, 37  # which no tile divides
-ROWS = 64  # of the table
-WORSE = 1.1  # our error, of that of PyTorch's own operators in float32, root mean square
+BATCH, SEQ = 2, 37  # no tile divides SEQ
+ROWS = 64  # rows of the table
+WORSE = 1.1  # times the error (root mean square) of PyTorch's operators in float32
 U32 = 2.0**-24
 
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """One call: sizes, words, and how its tensors lie."""
+    """One call: its sizes, its other arguments, and its tensors' strides."""
 
     heads: int = 3
     key_heads: int = 1
@@ -27,7 +27,7 @@ class Norm:
     dtype: torch.dtype = torch.bfloat16
     layout: str = "bshd"
     lies: str = "contiguous"  # "gaps", "swapped", "qkv": views of one tensor
-    place: str = "order"  # "ids", "packed": with tokens of no sequence at both ends
+    place: str = "order"  # "ids"; "packed", with tokens of no sequence at both ends
     inplace: bool = False
     interleaved: bool = False
     zero_centered: bool = False
@@ -47,7 +47,7 @@ class Made:
     tensors: list[torch.Tensor]  # query and key
     weights: list[torch.Tensor]
     named: dict[str, Any]
-    around: list[torch.Tensor]  # the storages that the query and the key lie in
+    around: list[torch.Tensor]  # the storages that contain the query and the key
 
     def call(self, *tensors: torch.Tensor, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = tensors or self.tensors
@@ -107,13 +107,13 @@ def make(case: Norm, device: str, seed: int = 0) -> Made:
 
 
 def turned(layout: str, t: torch.Tensor) -> torch.Tensor:
-    """[batch, seq, heads, dim], and back."""
+    """To [batch, seq, heads, dim], or back."""
     axes = {"sbhd": (0, 1), "bhsd": (1, 2)}.get(layout)
     return t if axes is None else t.transpose(*axes)
 
 
 def _rows(case: Norm, named: dict[str, Any], seq: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The row of the table for each token, and which tokens a sequence holds."""
+    """The table's row for each token, and which tokens a sequence holds."""
     ids, bounds = named.get("positions"), named.get("cu_seqlens")
     if ids is not None:
         return (ids.t() if case.layout == "sbhd" else ids), None
@@ -128,7 +128,7 @@ def _rows(case: Norm, named: dict[str, Any], seq: int) -> tuple[torch.Tensor, to
 def own(
     case: Norm, tensors: list[torch.Tensor], weights: list[torch.Tensor], named: dict[str, Any], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Both results, computed in a dtype, and left in it."""
+    """Both results, computed in a dtype and not rounded afterwards."""
     found = []
     for given, weight in zip(tensors, weights, strict=True):
         x = turned(case.layout, given).to(dtype)
@@ -154,7 +154,7 @@ def own(
 
 
 def with_gradients(case: Norm, made: Made, grads: list[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Both results, and the four gradients, in the call's dtype; ours if ``dtype`` is None, float64's are left as they are."""
+    """Both results and the four gradients; ours if ``dtype`` is None, else computed in it, rounded unless float64."""
     leaves = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in made.tensors]
     weights = [t.detach().clone().requires_grad_() for t in made.weights]
     if dtype is None:
@@ -163,7 +163,7 @@ def with_gradients(case: Norm, made: Made, grads: list[torch.Tensor], dtype: tor
     else:
         outs = own(case, leaves, weights, made.named, dtype)
         outs = outs if dtype == torch.float64 else [t.to(case.dtype) for t in outs]
-    if dtype == torch.float64:  # by leaves of float64: a gradient would be rounded to the dtype of its leaf
+    if dtype == torch.float64:  # with leaves of float64: a gradient is rounded to the dtype of its leaf
         leaves = [t.detach().double().requires_grad_() for t in leaves]
         weights = [t.detach().double().requires_grad_() for t in weights]
         outs = own(case, leaves, weights, made.named, dtype)
@@ -179,7 +179,7 @@ def rms(t: torch.Tensor) -> float:
 
 
 def assert_as_good(names: tuple[str, ...], ours: list[Any], theirs: list[Any], exact: list[Any]) -> None:
-    """Root mean square and largest error against float64, beside those of float32."""
+    """Compare the root mean square and the largest error against float64 with those of float32."""
     for name, a, b, c in zip(names, ours, theirs, exact, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype), name
         assert bool(a.isfinite().all()), f"{name} is not finite"
@@ -194,13 +194,13 @@ RESULTS = ("q", "k", "gradient of q", "gradient of k", "gradient of q_weight", "
 
 
 def judge(case: Norm, device: str, seed: int = 0) -> None:
-    """A call and its gradients, and what lies around its tensors."""
+    """Check a call, its gradients, and the memory around its tensors."""
     made = make(case, device, seed)
     draw = torch.Generator(device).manual_seed(seed + 1)
     grads = [torch.randn(t.shape, generator=draw, device=device).to(t.dtype) for t in made.tensors]
     exact = with_gradients(case, made, grads, torch.float64)
     theirs = with_gradients(case, made, grads, torch.float32)
-    for _ in range(2):  # by a plan that is made, and one that is known
+    for _ in range(2):  # first the plan is made, then it is used
         before = [t.clone() for t in made.around]
         assert_as_good(RESULTS, with_gradients(case, made, grads, None), theirs, exact)
         for t, was in zip(made.around, before, strict=True):
@@ -212,7 +212,7 @@ def judge(case: Norm, device: str, seed: int = 0) -> None:
             found = made.call()
         assert all(a is b for a, b in zip(found, made.tensors, strict=True)) == case.inplace
         assert_as_good(RESULTS[:2], list(found), theirs[:2], exact[:2])
-        if case.inplace:  # all but what was overwritten is as it was
+        if case.inplace:  # the call changes nothing but what it overwrites
             for t in made.tensors:
                 home = t.untyped_storage().data_ptr()
                 was = next(

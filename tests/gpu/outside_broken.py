@@ -1,4 +1,4 @@
-"""Tune the family of TUNED_FAMILY, some of whose variants are broken, on a real GPU: python -m tests.gpu.outside_broken."""
+"""Tune the family of TUNED_FAMILY on a real GPU, with some broken variants: python -m tests.gpu.outside_broken."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HANG_SECONDS = 5.0
 
 
 def broken(problem: Any, _capability: int, _multiprocessors: int) -> list[Any]:
-    """The default variant, with each deed."""
+    """The default variant with each of the deeds."""
     good = default_variant(problem)
     return [dataclasses.replace(good, deed=deed) for deed in choices(type(good))["deed"]]
 

@@ -1,7 +1,7 @@
-"""One small call, and more, of every kernel that ships, for compute-sanitizer; each share of them a process of its own.
+"""A small call or more of every shipped kernel, for compute-sanitizer; each share of them runs in its own process.
 
-`python -m tests.gpu.sanitized SHARE [no-library]` ends with 0 when all results are right. Tensors are strided and
-misaligned, and nothing lies around them: an access past an end is past an allocation.
+`python -m tests.gpu.sanitized SHARE [no-library]` ends with 0 if all results are right. Tensors are strided and
+misaligned, and have no memory around them, so an access past the end of one is past its allocation.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ NORM_SIZE = RopeSize(2, 7)
 
 @dataclasses.dataclass(frozen=True)
 class Deed:
-    """Something to run under the sanitizer."""
+    """Something that runs under the sanitizer."""
 
-    kernels: tuple[str, ...]  # that it launches
+    kernels: tuple[str, ...]  # kernels that it launches
     run: Callable[[], Any]
-    library: bool = False  # products of the library are part of it: their kernels' races are not ours to judge
+    library: bool = False  # it contains products by the library, whose races are not ours to judge
 
 
 def deeds() -> list[Deed]:
-    """All of them, always in the same order."""
+    """All deeds, always in the same order."""
     return [
         *_rope(),
         *_norms(),
@@ -98,7 +98,7 @@ def deeds() -> list[Deed]:
 
 
 def share(index: int) -> list[Deed]:
-    """What one process does."""
+    """The deeds of one process."""
     return deeds()[index::SHARES]
 
 
@@ -120,7 +120,7 @@ def _rope() -> Iterator[Deed]:
         )
         even = dataclasses.replace(odd, head_dim=128, rotary_dim=(128, 64)[at % 2])
         views = {"x_view": X_VIEWS[at % 6], "angle_view": ANGLE_VIEWS[at % 4], "out_view": "offset"}
-        if complete:  # features must lie alike in both
+        if complete:  # features of both must have the same stride
             views["key_view"] = "packed"
         for case in (_rope_case(odd, **views), _rope_case(even)):
             yield Deed(
@@ -135,7 +135,7 @@ def _rope_case(spec: Any, **views: str) -> RopeCase:
 
 
 def _norms() -> Iterator[Deed]:
-    """Every text of a rotation with a norm: odd sizes that no tile divides, and even ones; of a gradient, its weights' too."""
+    """Every text of a rotation with a norm, with odd sizes that no tile divides and even ones; weights' gradients too."""
     for at, plain in enumerate(norm_specs()):
         both = dataclasses.replace(
             plain, layout=("thd", "bshd", "sbhd")[at % 3], dtype=DTYPES[at // 2 % 3], norm=("head", "all")[at // 3 % 2]
@@ -148,7 +148,7 @@ def _norms() -> Iterator[Deed]:
 
 
 def _latent() -> Iterator[Deed]:
-    """Every text of MLA: odd sizes that no tile divides, and even ones; a query's in place, where threads write what others read."""
+    """Every text of MLA, odd sizes that no tile divides, and even ones; in place threads write what others read."""
     for at, plain in enumerate(mla_specs()):
         both = dataclasses.replace(plain, layout=("thd", "bshd", "sbhd")[at % 3], dtype=DTYPES[at // 2 % 3])
         odd = dataclasses.replace(both, heads=5, head_dim=19, rotary_dim=12, value_dim=9 if both.splits else 0)
@@ -161,7 +161,7 @@ def _latent() -> Iterator[Deed]:
 
 
 def _learned() -> Iterator[Deed]:
-    """Every text of the gradient of angles: odd sizes that no tile divides, and even ones."""
+    """Every text of the gradient of angles, with odd sizes that no tile divides and even ones."""
     for at, plain in enumerate(angle_gradient_specs()):
         both = dataclasses.replace(
             plain,
@@ -201,8 +201,8 @@ def _normed(spec: RopeSpec, variant: RopeVariant, device: str = "cuda") -> None:
 
 
 def _caches() -> Iterator[Deed]:
-    """Every text of a rotation whose key and value go to a cache: odd sizes and even ones, of its dtype and float8."""
-    size = RopeSize(1, 19)  # the 16th token has no place
+    """Every text of a rotation that writes a cache, with odd sizes and even ones; caches of its dtype and of float8."""
+    size = RopeSize(1, 19)  # the 16th token has no slot
     for at, plain in enumerate(append_specs()):
         both = dataclasses.replace(
             plain,
@@ -256,7 +256,7 @@ def _linear() -> Iterator[Deed]:
 
 
 def _sequences() -> Iterator[Deed]:
-    """Every text, every way to wait, with rows that lie together and apart; and a program that waits for nobody."""
+    """Every text and way to wait, with rows together and apart; and a program that waits for no other."""
     for text, structure in gru_texts():
         name = gru_name(text, structure)
         if name not in DIGESTS:
@@ -265,11 +265,11 @@ def _sequences() -> Iterator[Deed]:
         for at, exchange in enumerate(choices(GruVariant)["exchange"]):
             dtype = ("bfloat16", "float32", "float16", "bfloat16")[at]
             spec = dataclasses.replace(text, dtype=dtype, hidden=96, directions=1 if text.stacked else 1 + at % 2)
-            if structure.by_row:  # which has one variant for each size, and waits for nothing
+            if structure.by_row:  # one variant for each size, which waits for nothing
                 spec = dataclasses.replace(spec, hidden=(96, 33, 64, 128)[at])
                 yield _sequence(name, spec, row_variant(spec.hidden), ("steps", "rows", "apart")[at % 3])
                 continue
-            if structure.staged:  # of 600 columns 32 rows are several pieces
+            if structure.staged:  # with 32 rows, 600 columns are several pieces
                 spec, rows = dataclasses.replace(spec, hidden=600), 32
             variant = dataclasses.replace(
                 structure,
@@ -301,7 +301,7 @@ def _sequence(name: str, spec: GruSpec, variant: GruVariant, view: str) -> Deed:
 
 
 def _gradients() -> Iterator[Deed]:
-    """Every text of a gradient, every way to wait that it has, alone and in turn."""
+    """Every text of a gradient, with each of its ways to wait, alone and in turn."""
     texts = itertools.product(LAYOUTS, ("counter", "poll", "spin"), (False, True))
     for at, (layout, exchange, resets) in enumerate(texts):
         dtype = ("bfloat16", "float32", "float16")[at // 2 % 3]
@@ -325,10 +325,10 @@ def _gradient(spec: GruSpec, variant: GruVariant, view: str) -> Deed:
 
 
 def _calls() -> Iterator[Deed]:
-    """Public calls: first ones, which look things up, and later ones, which go by their plan."""
+    """Public calls: first calls, which look things up, and later ones, which use their plan."""
     for name, case in CASES.items():
         for seq, view in itertools.product((2, 10), ("contiguous", "packed", "offset")):
-            if (name, view) == ("qkv in place", "packed"):  # refused: its heads do not lie side by side
+            if (name, view) == ("qkv in place", "packed"):  # refused, because its heads are not contiguous
                 continue
             changed = dataclasses.replace(case, seq=seq, view=view)
             yield Deed((PROBE_KERNEL,), functools.partial(_rope_call, changed))
@@ -342,7 +342,7 @@ def _rope_call(case: Any) -> None:
 
 
 def _gru_call(dtype: torch.dtype, batch: int, precise: bool) -> None:
-    """What a convolution leaves: features strided, and of one sequence strides that mean nothing."""
+    """A convolution's result as input: features are strided, and with one sequence a stride has no meaning."""
     module = tuned.nn.GRU(48, 96, batch_first=True, device="cuda", dtype=dtype)
     x = torch.randn(batch, 48, 9, device="cuda", dtype=dtype).transpose(1, 2)
     with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=not precise):
@@ -354,7 +354,7 @@ def _gru_call(dtype: torch.dtype, batch: int, precise: bool) -> None:
 
 
 def bare(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
-    """As ``guarded``, with nothing around it: what is outside of the tensor is outside of its allocation."""
+    """Like ``guarded`` but with nothing around it: an access outside of the tensor is outside of its allocation."""
     return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
 

@@ -1,4 +1,4 @@
-"""RoPE's hot path on a real GPU: nothing stale in eager, on streams, in graphs, on another device; and what is large."""
+"""RoPE's hot path on a real GPU: nothing stale in eager, on streams, in graphs, on another device; large tensors."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 CHANGES = [(field, value) for field, values in CHOICES.items() for value in values]
-# All that differ in what is compiled would take minutes: these are the words of a kernel's text and its constants.
+# All changes that compile other code would take minutes: these are words of a kernel's text and its constants.
 TEXT = ("layout", "head_dim", "kv_heads", "dtype", "source", "entries", "rotary", "rotated", "interleaved", "direction")
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Each launch as it happens: "public" or "direct"."""
+    """Records each launch as "public" or "direct"."""
     plan, seen = tuned.calls.rope.plan, []
     public, direct_launch = plan.run_public, plan.direct_launch
 
@@ -81,7 +81,7 @@ def test_a_call_that_differs_in_one_thing_from_one_seen_before_is_right(launched
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_stale_is_launched_whatever_came_before(launched: list[str], seed: int) -> None:
-    """On the current stream and on others, in any order; changes add up."""
+    """Calls on the current stream and on others, in any order; each case is an earlier one with two changes."""
     drawn = random.Random(seed)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
     for _ in range(6):
@@ -99,7 +99,7 @@ def test_nothing_stale_is_launched_whatever_came_before(launched: list[str], see
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("name", ["plain packed in place", "pair in place", "decode", "qkv in place"])
 def test_a_launch_is_on_the_stream_of_the_call(name: str) -> None:
-    """The tensors are filled on another stream, late: a launch on the wrong one would rotate what was there before."""
+    """The tensors are filled late on another stream: a launch on the wrong stream would rotate the old values."""
     case, stream = CASES[name], torch.cuda.Stream()
     given, settings, _ = build(case, "cuda")
     values = [t.clone() for t in rotated(given)]
@@ -135,8 +135,8 @@ REPLAYED = {
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("name", REPLAYED)
 def test_a_graph_replays_with_new_values_and_new_positions(launched: list[str], name: str, known: bool) -> None:
-    # A backward runs on the streams that its forward ran on: of a node made on the legacy stream, as x would be here,
-    # PyTorch's own operators cannot be captured either.
+    # A backward runs on the streams of its forward. If a node is made on the legacy stream, as x would be here, PyTorch's
+    # operators cannot be captured either.
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         given, settings, made = build(REPLAYED[name], "cuda")
@@ -151,7 +151,7 @@ def test_a_graph_replays_with_new_values_and_new_positions(launched: list[str], 
         for _ in range(3):
             run()
     torch.cuda.synchronize()
-    if not known:  # compiled, but with no plan: what a first call under capture finds
+    if not known:  # compiled, but without a plan: as a first call under capture finds it
         tuned.calls.rope.call._PLANS.clear()
         tuned.calls.rope.plan._COMPILED.clear()
         tuned.calls.rope.lengths._CLASSES.clear()
@@ -167,7 +167,7 @@ def test_a_graph_replays_with_new_values_and_new_positions(launched: list[str], 
         with torch.no_grad():
             for t in sources:
                 t.normal_()
-            if made:  # the graph starts behind the leaves
+            if made:  # the graph starts after the leaves
                 for t, leaf in zip(rotated(given), made, strict=True):
                     t.copy_(leaf)
         fresh = given._replace(
@@ -187,7 +187,7 @@ def test_a_graph_replays_with_new_values_and_new_positions(launched: list[str], 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_training_step_is_captured_whole(launched: list[str], inplace: bool, known: bool) -> None:
-    """As PyTorch's notes on CUDA graphs have it: parameters made before, on the legacy stream; all else in the capture."""
+    """As in PyTorch's notes on CUDA graphs: parameters are made before, on the legacy stream; all else in the capture."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(16, device="cuda"))
     x, freqs = torch.randn(2, 4, 6, 16, device="cuda"), torch.rand(8, 8, device="cuda")
@@ -240,7 +240,7 @@ def test_a_training_step_is_captured_whole(launched: list[str], inplace: bool, k
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_features_that_lie_gigabytes_apart_are_found(interleaved: bool, inplace: bool) -> None:
-    far = 2**30  # elements: the products of the third feature on do not fit into 32 bits
+    far = 2**30  # elements: the offsets of the third and later features do not fit into 32 bits
     if torch.cuda.mem_get_info()[0] < 9 * far:
         pytest.skip("needs 9 GiB of free memory")
     x = torch.empty(3 * far + 1, dtype=torch.float16, device="cuda").as_strided((1, 1, 1, 4), (4, 4, 4, far))
@@ -365,7 +365,7 @@ LOOKED_AT = [0, 1, TOKENS // 2, TOKENS // 2 + 1, *range(TOKENS - 6, TOKENS)]
 
 
 def exact(x: torch.Tensor, radians: torch.Tensor) -> torch.Tensor:
-    """Rows [n, h, d], style half, by angles [n, d / 2], in float64."""
+    """Rotates rows [n, h, d], style half, by angles [n, d / 2], in float64."""
     first, second = x.double().chunk(2, -1)
     cos, sin = radians.double().cos()[:, None], radians.double().sin()[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
@@ -389,7 +389,7 @@ def test_more_than_two_to_the_31_elements_in_place(source: str, layout: str) -> 
     before, key_before = flat[LOOKED_AT].clone(), k.view(TOKENS, 1, DIM)[LOOKED_AT].clone()
     rates = 10000.0 ** -(torch.arange(DIM // 2, device="cuda") / (DIM // 2))
     ids = torch.arange(TOKENS, device="cuda").flip(0) if source == "ids" else torch.arange(TOKENS, device="cuda")
-    radians = ids[:, None].float() * rates  # one rounding
+    radians = ids[:, None].float() * rates  # rounded once
     named: dict[str, Any] = {"freqs": radians, "angle_entries": "pair"}
     if source == "inv_freq":
         named = {"inv_freq": rates}

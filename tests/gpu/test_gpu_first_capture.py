@@ -1,4 +1,4 @@
-"""In a new process, nothing but the call itself warms up before it is captured: in the graph another form may serve."""
+"""In a new process a call alone warms up for its capture, although another form may serve in the graph."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ RANDOM, SEED = 6, 5
 
 
 def complaint_of(program: str) -> str | None:
-    """What a new process says of a program whose graph cannot be captured, or gives something else; else None."""
+    """The error of a new process whose graph cannot be captured or gives another result; else None."""
     command = [sys.executable, "-c", BEGIN + program + END]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PROCESS_SECONDS, check=False)
     return None if done.stdout.endswith("alike\n") else (done.stdout + done.stderr)[-3000:]
@@ -102,7 +102,7 @@ def test_it_is_enough_for_random_grus_whose_graph_something_else_serves(*, train
 
 @pytest.mark.gpu
 def test_what_is_set_up_warns_of_nothing() -> None:
-    """PyTorch warns of weights that do not lie as cuDNN wants them, and these nobody gave."""
+    """PyTorch warns of weights that cuDNN must copy; the weights for setting up are not the user's."""
     program = (
         "import warnings, torch\nfrom tuned.launching import library\nwarnings.simplefilter('error')\n"
         "library.set_up(torch.device('cuda', 0), gradients=True)\n"
@@ -114,7 +114,7 @@ def test_what_is_set_up_warns_of_nothing() -> None:
 
 
 def arguments(shape: Shape) -> str:
-    """Of ``gru`` in a program."""
+    """The arguments of ``gru`` in a program, as text."""
     return (
         f"{shape.steps}, {shape.batch}, {shape.hidden}, {shape.hidden}, num_layers={shape.layers}, "
         f"bidirectional={shape.bidirectional}, dtype=torch.{shape.dtype}"

@@ -13,7 +13,7 @@ from tests.gpu.grid import COMBINATIONS, DIMS, SIZES, U32, VIEWS, Combination, r
 from tuned.dispatch import rope, rope_backward
 
 WANTED = 12_600  # forward cases, and backward cases: as many as the largest of the studies ran
-SAMPLE = COMBINATIONS[::17]  # coprime to the length of every axis, so that each value of each is among them
+SAMPLE = COMBINATIONS[::17]  # 17 is coprime to the length of every axis, so that the sample has each value of each axis
 
 
 # The grid -----------------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def test_a_sample_of_complete_calls_is_right_forward_and_backward(index: int) ->
 def test_the_rows_of_complete_calls_hold_every_value() -> None:
     for name, values in {**calls.AXES, "dims": calls.DIMS, "heads": calls.HEADS}.items():
         assert {row[name] for row in calls.ROWS} == set(values), name
-    # The harness itself, in eager PyTorch where there is no GPU: what it would call wrong is wrong.
+    # Tests the harness itself, in eager PyTorch if there is no GPU: it must not call a right result wrong.
     row = next(row for row in calls.ROWS if row["rows"] != "too few" and row["use"] == "forward")
     assert calls.run_row(row) == []
 
@@ -67,13 +67,13 @@ REPEATS = 200
 
 
 def angles(rows: int, pairs: int, first: float = 0.0) -> torch.Tensor:
-    """Angles of a model, float32 [rows, pairs], from position ``first``."""
+    """A model's angles, float32 [rows, pairs], from position ``first``."""
     rates = 500_000.0 ** -(torch.arange(pairs, device="cuda", dtype=torch.float64) / pairs)
     return ((first + torch.arange(rows, device="cuda", dtype=torch.float64))[:, None] * rates).float()
 
 
 def call(layout: str, tokens: int, **rest: Any) -> dict[str, Any]:
-    """What a call of a layout is given besides x and angles; a packed one holds a single sequence."""
+    """The arguments of a layout's call besides x and angles; a packed call has a single sequence."""
     arguments = {"tensor_format": layout, "angle_entries": "pair", **rest}
     if layout == "thd":
         arguments["cu_seqlens"] = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
@@ -107,7 +107,7 @@ def test_in_place_is_bitwise_the_same_two_hundred_times(layout: str, *, interlea
 def test_a_tensor_of_more_than_2_to_the_31_elements_is_right(layout: str, *, inplace: bool) -> None:
     heads, dim = 32, 128
     tokens = 2**31 // (heads * dim) + 77
-    needed = 4 * 2 * tokens * heads * dim  # x, the result and what comparing takes, with room
+    needed = 4 * 2 * tokens * heads * dim  # x, the result, and room for what comparing takes
     if torch.cuda.mem_get_info()[0] < needed:
         pytest.skip(f"needs {needed / 2**30:.0f} GiB of free GPU memory")
     tokens_axis = 1 if layout == "bshd" else 0
@@ -115,7 +115,7 @@ def test_a_tensor_of_more_than_2_to_the_31_elements_is_right(layout: str, *, inp
     x = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
     assert x.numel() > 2**31
     freqs = angles(tokens, dim // 2)
-    # Slab by slab, none of them large, is the same computation: bit by bit.
+    # Computing it slab by slab, none of them large, gives the same bits.
     starts = range(0, tokens, 2**16)
     slabs = [x.narrow(tokens_axis, start, min(2**16, tokens - start)).clone() for start in starts]
     out = rope(x, freqs, inplace=inplace, **call(layout, tokens))
@@ -131,7 +131,7 @@ def test_a_tensor_of_more_than_2_to_the_31_elements_is_right(layout: str, *, inp
 @pytest.mark.gpu
 @pytest.mark.usefixtures("much_memory")
 def test_strides_beyond_2_to_the_31_are_followed() -> None:
-    # Two tokens 2^31 + 2^16 elements apart: only the two rows of it are ever touched.
+    # Two tokens lie 2^31 + 2^16 elements apart: only their two rows are ever touched.
     apart = 2**31 + 2**16
     if torch.cuda.mem_get_info()[0] < 3 * 2 * apart:
         pytest.skip("needs 12 GiB of free GPU memory")
@@ -157,14 +157,14 @@ def test_positions_beyond_1e5_are_as_right_as_the_first(first: float, *, interle
     turn = torch.polar(torch.ones_like(angle), angle)[None, :, None]
     want = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
     got = out.unflatten(-1, (-1, 2)) if interleaved else out.unflatten(-1, (2, -1)).transpose(-1, -2)
-    bound = 4 * U32 * pairs.abs().sum(-1, keepdim=True)  # tests/support/oracle.py has the argument
+    bound = 4 * U32 * pairs.abs().sum(-1, keepdim=True)  # explained in tests/support/oracle.py
     assert bool(((got - want).abs() <= bound).all())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("seq", "batch", "heads", "dim"), [(64, 1, 16, 64), (128, 1, 16, 128), (32, 1, 8, 256)])
 def test_the_studies_random_runs_are_right(seq: int, batch: int, heads: int, dim: int) -> None:
-    # Three hundred runs of each of these calls, which once broke at random.
+    # Three hundred runs of each of these calls, which once failed at random.
     draw = torch.Generator("cuda").manual_seed(0)
     same = []
     for _ in range(300):

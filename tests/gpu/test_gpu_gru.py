@@ -1,4 +1,4 @@
-"""The recurrence on a real GPU: every way to run it against float64 and PyTorch's own, in graphs, on streams, for long."""
+"""The recurrence on a real GPU: every way to run it against float64 and PyTorch's GRU, in graphs, on streams, long."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tuned.launching.launcher import run_step
 from tuned.lookup.gpu import gpu_of
 from tuned.lookup.lookup import Choice
 
-pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")  # what torch.nn.GRU says of weights of its own
+pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")  # torch.nn.GRU warns of weights of its own
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 FEATURES = 24
-PROCESS_SECONDS = 240  # for a hang to show; most of it is to import and compile, beside other tests
+PROCESS_SECONDS = 240  # until a hang shows; most of the time is importing and compiling beside other tests
 RUNS = 5
-LARGEST = 2**20  # tokens times units, which the oracle takes on the CPU
+LARGEST = 2**20  # tokens times units, which the oracle computes on the CPU
 SHAPES = {"layer": (1, 1), "both": (2, 1), "stack": (1, 3)}  # directions, layers
 NUMBERS = {
     "brain": ("bfloat16", "tf32"),
@@ -96,7 +96,7 @@ def parts(knobs: dict[str, Any]) -> tuple[GruSpec, GruVariant, tuple[int, ...]]:
 
 
 def possible(knobs: dict[str, Any]) -> bool:
-    """What the kernels can do on a GPU of 132 multiprocessors, whether or not it would be tried for its speed."""
+    """Whether kernels can do it on a GPU of 132 multiprocessors, even if it would never be tried for speed."""
     spec, variant, lengths = parts(knobs)
     if sum(lengths) * spec.hidden > LARGEST:
         return False
@@ -109,7 +109,7 @@ def possible(knobs: dict[str, Any]) -> bool:
     return not waits or programs(spec, GruSize(len(lengths), 1), variant) <= 132
 
 
-STAGED_AXES = AXES | {  # which a draw of all choices does not meet
+STAGED_AXES = AXES | {  # a draw of all choices does not meet these
     "form": ("staged",),
     "hidden": (1032, 1288, 1544, 2048),
     "strategy": ("persistent",),
@@ -170,13 +170,13 @@ def test_a_grid_that_is_too_large_is_an_error_and_no_hang() -> None:
 
 @dataclasses.dataclass
 class Model:
-    """A module of PyTorch's, its like in float64, and a call of each with the same numbers."""
+    """A module of PyTorch's, the same module in float64, and a call of each with the same numbers."""
 
     call: GruCall
     exact: GruCall
 
     def assert_as_good(self, found: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Err at most as PyTorch does in the same dtype."""
+        """The error is at most PyTorch's in the same dtype."""
         assert_as_good(found, eager.gru(self.call), eager.gru(self.exact))
 
 
@@ -213,7 +213,7 @@ def model_of(
 
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[[GruVariant], None]:
-    """Makes one variant the choice for every call that it is possible for."""
+    """Makes one variant the choice for every call that it can serve."""
 
     def force(variant: GruVariant) -> None:
         def choose(spec: GruSpec, _size: GruSize, _gpu: Any) -> Choice:
@@ -221,7 +221,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[[GruVariant], None]:
             return Choice("winner", str(reason), None if reason else variant)
 
         monkeypatch.setattr(run, "_choose", choose)
-        if variant.strategy != "persistent":  # launched for each step, in CUDA graphs only
+        if variant.strategy != "persistent":  # this variant is launched for each step, in CUDA graphs only
             monkeypatch.setattr(run, "capturing", lambda _device: True)
 
     return force
@@ -335,7 +335,7 @@ def module_of(hidden: int, layers: int = 1, *, both: bool = False) -> Any:
 @pytest.mark.parametrize("scale", [1e-3, 1e-6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_small_states_are_as_precise_as_pytorchs(dtype: torch.dtype, scale: float) -> None:
-    """Beside float64, as a part of what they are: tanh of what is near 0 is near it."""
+    """The error is relative to the states, which are small: tanh of a number near 0 must be near that number."""
     torch.manual_seed(0)
     theirs = torch.nn.GRU(512, 512, bias=False, device="cuda", dtype=dtype).requires_grad_(False)
     ours = tuned.nn.GRU(512, 512, bias=False, device="cuda", dtype=dtype).requires_grad_(False)
@@ -354,7 +354,7 @@ def test_small_states_are_as_precise_as_pytorchs(dtype: torch.dtype, scale: floa
 def test_steps_of_many_rows_give_the_same_where_they_are_known(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    """Looked at, known by its properties, known at once, captured; with a gradient too."""
+    """The call is decided in full, known by its properties, known at once, captured; and has a gradient."""
 
     def choose(spec: GruSpec, *_: Any) -> Choice:
         return Choice("eager", "one by one", None) if spec.stacked else Choice("winner", "", GruVariant())
@@ -365,7 +365,7 @@ def test_steps_of_many_rows_give_the_same_where_they_are_known(
     module = tuned.nn.GRU(FEATURES, 96, **made)
     theirs = torch.nn.GRU(FEATURES, 96, **made)
     theirs.load_state_dict(module.state_dict())
-    shape = (9, 300) if settings.get("batch_first") else (300, 9)  # so many steps that kernels train
+    shape = (9, 300) if settings.get("batch_first") else (300, 9)  # with so many steps kernels train
     x = torch.randn(*shape, FEATURES, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         found = [module(x) for _ in range(4)]
@@ -374,7 +374,7 @@ def test_steps_of_many_rows_give_the_same_where_they_are_known(
             found.append(module(x))
         graph.replay()
         wanted = theirs(x)
-    found += [module(x) for _ in range(3)]  # and keep what a gradient needs
+    found += [module(x) for _ in range(3)]  # these keep what a gradient needs
     for one in found:
         assert all(torch.equal(a, b) for a, b in zip(one, found[0], strict=True))
         for got, want in zip(one, wanted, strict=True):
@@ -389,7 +389,7 @@ def test_steps_of_many_rows_give_the_same_where_they_are_known(
 def test_rows_of_no_multiple_of_16_bytes_are_right_where_they_are_widened(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """Looked at, known by its properties, known at once, captured; an input is infinite, and weights change in place."""
+    """Decided in full, known by properties, at once, captured; an input is infinite; weights change in place."""
     variant = dataclasses.replace(SPLIT, block_hidden=32)
     monkeypatch.setattr(run, "_choose", lambda *_: Choice("winner", "", variant, us=1.0))
     monkeypatch.setattr(run, "pays", lambda *_, **__: True)
@@ -421,7 +421,7 @@ def test_a_graph_replayed_a_thousand_times_gives_what_calls_give(forced: Callabl
     module = module_of(256, 2)
     other = torch.cuda.Stream()
     with torch.no_grad():
-        with torch.cuda.stream(other):  # the input is of another stream than the graph
+        with torch.cuda.stream(other):  # the graph runs on another stream than the input's
             x = torch.randn(33, 3, FEATURES, device="cuda", dtype=torch.bfloat16)
         torch.cuda.current_stream().wait_stream(other)
         inputs = [torch.randn_like(x) for _ in range(16)]

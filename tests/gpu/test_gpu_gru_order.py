@@ -1,4 +1,4 @@
-"""All recurrences that a lookup can give here, as compiled here: tests/support/gru_order.py says what is looked at."""
+"""All recurrences that a lookup can give on this device, as compiled here; tests/support/gru_order.py has the check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from tests.support import gru_order
 
-SHARES = 14  # by as many processes as there are: compiling one takes seconds
+SHARES = 14  # for as many processes as there are: compiling one recurrence takes seconds
 
 
 @pytest.mark.gpu
@@ -31,7 +31,7 @@ def test_every_text_and_every_way_to_wait_ships(capability: int) -> None:
     exchanges = ("counter", "poll", "spin", "probe")
     staged = {
         way for way in ways if way[2] == "staged"
-    }  # those that rows won: no row of every layout has so many units
+    }  # those that rows chose: not every layout has a row with so many units
     assert ways - staged == {(*text, exchange) for text in texts for exchange in exchanges}
     gradients = {(c.spec.layout, c.variant.exchange, c.variant.in_turn) for c in cases if c.family == "gru_backward"}
     assert gradients == {

@@ -1,4 +1,4 @@
-"""The short way of GRU calls on a real GPU: packed sequences, padded products of PyTorch's own, states that nobody gave."""
+"""Plans of GRU calls on a real GPU: packed sequences, padded products of PyTorch's operators, default states."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_pytorchs_own_of_padded_tensors_is_right_and_copies_no_weights(
             x = pack_padded_sequence(x, torch.tensor([20, 20, 9, 5, 1])) if packed else x
             wanted = theirs(x)
             with warnings.catch_warnings():
-                warnings.simplefilter("error")  # cuDNN's copies of weights are warned of
+                warnings.simplefilter("error")  # cuDNN warns when it copies weights
                 found = [ours(x)]
                 if not packed:
                     graph = torch.cuda.CUDAGraph()
@@ -121,7 +121,7 @@ def test_pytorchs_own_of_padded_tensors_trains_as_of_others(
         given = x.clone().requires_grad_()
         with warnings.catch_warnings():
             if module is ours:
-                warnings.simplefilter("error")  # cuDNN's copies of weights are warned of
+                warnings.simplefilter("error")  # cuDNN warns when it copies weights
             output, h_n = module(given)
         of = torch.autograd.grad((output.square().mean(), h_n.sum()), [given, *module.parameters()])
         gradients.append([output.detach(), h_n.detach(), *of])
@@ -138,7 +138,7 @@ def test_states_that_nobody_gave_are_zeros_of_which_there_is_one_copy(monkeypatc
     try:
         with torch.no_grad():
             torch.cuda.set_sync_debug_mode("error")
-            try:  # the copy would wait
+            try:  # a copy would wait
                 first = ours(x)
             finally:
                 torch.cuda.set_sync_debug_mode("default")

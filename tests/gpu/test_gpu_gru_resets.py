@@ -1,4 +1,4 @@
-"""States that are reset in mid-sequence on a real GPU: by kernels, without being asked for, as near to float64 as cuDNN over pieces."""
+"""States reset in mid-sequence on a real GPU: kernels serve by default, as near to float64 as cuDNN over pieces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORSE, FLOOR = (
     1.15,
     0.3,
 )  # than cuDNN over pieces, whose sums are of other lengths; units, as cuDNN multiplies single steps without TF32
-MOST = 1024 * 33  # units of all rows, in float32, beyond which no gradient has room
+MOST = 1024 * 33  # units of all rows, in float32; with more no gradient has room
 AXES: dict[str, tuple[Any, ...]] = {
     "layout": ("steps", "rows", "packed", "thd"),
     "layers": (1, 2),
@@ -83,7 +83,7 @@ def call_of(knobs: dict[str, Any]) -> GruCall:
 
 
 def with_gradients(call: GruCall, run: Any, given: Any = None) -> list[torch.Tensor]:
-    """Output, h_n, and the gradients of all tensors."""
+    """The output, h_n, and the gradients of all tensors."""
     leaves = [t.detach().requires_grad_() for t in call.tensors]
     results = run(dataclasses.replace(call, input=leaves[0], hx=leaves[1], weights=tuple(leaves[2:])))
     if given is None:
@@ -99,7 +99,7 @@ def public(call: GruCall) -> Any:
 
 
 def exact_of(call: GruCall) -> GruCall:
-    """The call in float64 on the CPU."""
+    """The same call in float64 on the CPU."""
     cast = [t.detach().cpu().double() for t in call.tensors]
     moved = {n: None if (t := getattr(call, n)) is None else t.cpu() for n in ("cu_seqlens", "resets")}
     return dataclasses.replace(call, input=cast[0], hx=cast[1], weights=tuple(cast[2:]), **moved)
@@ -135,7 +135,7 @@ def test_results_and_gradients_are_as_good_as_cudnns_over_pieces(
     unit = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-11}[knobs["dtype"]]
     for index, (ours, other) in enumerate(zip(error(found, wanted), theirs, strict=True)):
         assert ours <= WORSE * other + FLOOR * unit, (index, ours, other)
-    if fits:  # else the forward is PyTorch's own only where a gradient is needed
+    if fits:  # else PyTorch runs the forward only where a gradient is needed
         with torch.no_grad():
             for ours, kept in zip(public(call), found, strict=False):
                 assert torch.equal(ours, kept.detach())
@@ -181,7 +181,7 @@ def test_the_same_bits_every_time(dtype: torch.dtype) -> None:
 
 
 def test_packed_rows_that_end_beside_longer_ones_are_waited_for() -> None:
-    """By every variant that spins: the last of the longer rows lies beside a shorter one, in one thread."""
+    """By every variant that spins: the last row of the longer ones lies beside a shorter one, in the same thread."""
     spinning = [i for i, row in enumerate(forced.rows("gru_backward")) if row.variant.exchange == "spin"]
     assert spinning
     module = torch.nn.GRU(48, 600, device="cuda")

@@ -1,4 +1,4 @@
-"""Every tensor of every GRU family with any strides on a real GPU, called and captured; and a GPU that is not all there."""
+"""Every tensor of every GRU family with any strides on a real GPU, called and captured; and on a part of a GPU."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")
 
 ROOT = Path(__file__).parents[2]
 T, FEATURES, H = 9, 24, 128
-ATOL = {torch.float32: 1e-2, torch.float16: 2e-2, torch.bfloat16: 8e-2}  # float32: products of TF32
+ATOL = {torch.float32: 1e-2, torch.float16: 2e-2, torch.bfloat16: 8e-2}  # float32: the products are in TF32
 PROCESS_SECONDS = 120
 
 
 def family(name: str, batch: int) -> tuple[dict[str, tuple[int, ...]], Function, Function]:
-    """The shapes of a family's tensors, the call, and the like of PyTorch's that takes float64."""
+    """The shapes of a family's tensors, our call, and PyTorch's equivalent, which takes float64."""
     weights = {"w_ih": (3 * H, FEATURES), "w_hh": (3 * H, H), "b_ih": (3 * H,), "b_hh": (3 * H,)}
     if name == "linear_cat":
         shapes: dict[str, tuple[int, ...]] = {"x0": (2, batch, 16), "x1": (2, batch, 24), "w": (64, 40), "b": (64,)}
@@ -66,7 +66,7 @@ def family(name: str, batch: int) -> tuple[dict[str, tuple[int, ...]], Function,
     def call(settings: dict[str, Any]) -> Function:
         return lambda t: gru(t[0], t[1], t[2:], **settings)
 
-    return shapes, call(named), call(theirs)  # float64 is served by PyTorch's own
+    return shapes, call(named), call(theirs)  # PyTorch serves float64
 
 
 NAMES = ("layer", "both", "stack", "packed", "thd", "cell", "cell segments", "linear_cat")
@@ -86,7 +86,7 @@ def made(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, seed: int) -> d
     }
 
 
-# One sequence of float32 is what was wrong once; the other half is in the full grid.
+# One sequence of float32 was wrong once; the other half of the cases is in the full grid.
 DRAWN = [
     pytest.param(
         *(name, batch, dtype),
@@ -112,7 +112,7 @@ def test_any_strides_called_and_captured(name: str, batch: int, dtype: torch.dty
             assert_close(found, theirs([t.double() for t in given]), dtype)
             assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True)), (view_name, kind)
         if name == "thd" and any(t.is_neg() for t in given):
-            continue  # for PyTorch's operators, which wait for the bounds: nothing that can be captured
+            continue  # PyTorch's operators serve it and wait for the bounds, so it cannot be captured
         other = torch.cuda.Stream()
         other.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(other):
@@ -121,7 +121,7 @@ def test_any_strides_called_and_captured(name: str, batch: int, dtype: torch.dty
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             found = call(given)
-        if view not in (expanded, repeated):  # which no copy can fill
+        if view not in (expanded, repeated):  # no copy can fill these views
             for t, new in zip(given, made(shapes, dtype, 3).values(), strict=True):
                 t.copy_(new)
         graph.replay()
@@ -157,7 +157,7 @@ def test_a_graph_over_packed_rows_outlives_other_lengths() -> None:
     with torch.cuda.graph(graph):
         found = call(given)
     others = []
-    for steps in range(1, 100):  # more sets of lengths than are remembered
+    for steps in range(1, 100):  # more sets of lengths than the cache remembers
         rows, h = torch.randn(steps, FEATURES, device="cuda").bfloat16(), given[1][:, :1].contiguous()
         gru(rows, h, given[2:], batch_sizes=torch.ones(steps, dtype=torch.int64))
         others += [torch.full((size,), -1, dtype=torch.int32, device="cuda") for size in (3, 18, 128)]
@@ -173,7 +173,7 @@ def test_a_counter_counts_and_gradients_are_right() -> None:
     x = torch.randn(T, 3, FEATURES, device="cuda", requires_grad=True)
     leaves = [x, *module.parameters()]
     with FlopCounterMode(display=False) as counter:
-        module(x)[0].sum().backward()  # the counter's hooks do not go with torch.autograd.grad
+        module(x)[0].sum().backward()  # the counter's hooks do not work with torch.autograd.grad
     found = [leaf.grad for leaf in leaves]
     rows = T * 3
     products = 2 * rows * sum(p.numel() for p in module.parameters() if p.ndim == 2)

@@ -1,4 +1,4 @@
-"""Training GRUs on a real GPU: gradients by kernels against float64 and PyTorch's own, and in all that people train with."""
+"""Training GRUs on a real GPU: gradients by kernels against float64 and PyTorch's GRU, in all ways that people train."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:RNN module weights")]
 
 ROOT = Path(__file__).parents[2]
-AS_GOOD = 1.1  # of PyTorch's own error
+AS_GOOD = 1.1  # times PyTorch's error
 AXES: dict[str, tuple[Any, ...]] = {
     "layout": ("steps", "rows", "packed"),
     "layers": (1, 2),
@@ -65,11 +65,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GruCall]]:
         gpu = training.gpu_of(call.input.device)
         return Choice("winner", "a test asked for it", fit(default_variant(spec, size), spec, gpu.capability))
 
-    monkeypatch.setattr(plan, "_TRAINED", {})  # of variants that only these tests choose
+    monkeypatch.setattr(plan, "_TRAINED", {})  # only these tests choose these variants
     monkeypatch.setattr(training, "_by_kernels", spied)
     monkeypatch.setattr(training, "_choice", choice)
     monkeypatch.setattr(training.slower, "_least_steps", lambda *_, **__: 0)
-    # A checkpoint's first forward is that of a gradient.
+    # A checkpoint's first forward counts as one of a gradient.
     monkeypatch.setattr(training.run, "CALLED_LAYER_SAVES_US", 0.0)
     monkeypatch.setattr(training.run, "why_not", lambda _call, **_: None)
     monkeypatch.setattr(training.run, "_parts", _always(training.run._parts))
@@ -78,7 +78,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GruCall]]:
 
 
 def _always(parts: Any) -> Any:
-    """Forwards by kernels too: what a model leaves to PyTorch's own takes the default variant."""
+    """Kernels serve forwards too: calls that a model leaves to PyTorch get the default variant."""
     from tuned.calls.gru.run import GRU, spec_of  # noqa: PLC0415
 
     def chosen(call: GruCall, **settings: Any) -> Any:
@@ -104,7 +104,7 @@ def pair(hidden: int, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> t
 
 
 def gradients(module: torch.nn.Module, x: Any, hx: torch.Tensor, grads: Any) -> list[torch.Tensor]:
-    """Of the input, the first states and all weights."""
+    """Gradients of the input, the first states and all weights."""
     data = x.data if isinstance(x, torch.nn.utils.rnn.PackedSequence) else x
     data.requires_grad_()
     hx = hx.detach().requires_grad_()
@@ -270,7 +270,7 @@ def test_checkpointing_with_dropout_gives_the_gradients_of_none(*, reentrant: bo
         return list(torch.autograd.grad(run(x).square().sum(), [x, *ours.parameters()]))
 
     plain = trained(lambda x: ours(x)[0])
-    if reentrant:  # it wants backward()
+    if reentrant:  # it needs backward()
 
         def run(x: torch.Tensor) -> list[torch.Tensor]:
             ours.zero_grad()
@@ -366,7 +366,7 @@ def test_twenty_thousand_steps() -> None:
 
 
 def test_launches_on_two_streams_beside_gemms_give_the_bits_of_one() -> None:
-    """The kernel alone, since cuBLAS promises no bits where several streams are active: what waits for messages must not race."""
+    """The kernel alone, as cuBLAS promises no bits with several streams: programs that wait must not race."""
     spec, size = GruSpec("bfloat16", 256), GruSize(32, 50)
     variant = fit(default_variant(spec, size), spec, training.gpu_of(torch.device("cuda:0")).capability)
     calls = [inputs(spec, size, "cuda", 0) for _ in range(3)]
@@ -400,7 +400,7 @@ def test_two_streams_train_beside_gemms_that_fill_the_gpu() -> None:
             with torch.cuda.stream(stream):
                 found.append(gradients(ours, x, hx, grads))
     torch.cuda.synchronize()
-    for one in found:  # of several streams at once cuBLAS promises no bits
+    for one in found:  # with several streams at once cuBLAS promises no bits
         for a, b in zip(one, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=0.02, atol=0.02 * b.abs().max().item())
 
@@ -450,7 +450,7 @@ def test_recomputing_takes_no_more_memory_than_pytorchs() -> None:
 
 
 def test_ranks_of_distributed_data_parallel_have_the_gradients_of_the_whole_batch() -> None:
-    """On two GPUs by NCCL, on one by Gloo, whose kernels then share that one."""
+    """On two GPUs by NCCL; on one by Gloo, where the ranks share the GPU."""
     port, ranks = free_port(), 2
     started = [
         subprocess.Popen(
@@ -468,7 +468,7 @@ def test_ranks_of_distributed_data_parallel_have_the_gradients_of_the_whole_batc
 def test_a_known_call_trains_as_a_new_one_does(
     monkeypatch: pytest.MonkeyPatch, served: list[GruCall], layers: int, both: bool, marked: bool
 ) -> None:
-    def in_one_launch(call: GruCall, **_: Any) -> Any:  # a layer; forms with a launch a step have no plan
+    def in_one_launch(call: GruCall, **_: Any) -> Any:  # for one layer; forms with a launch for each step have no plan
         spec, size = training.run.spec_of(call, 1)
         variant = GruVariant("persistent", "split", 16, 8, "counter", num_warps=4)
         return [(spec, size, Choice("winner", "a test asked for it", variant))] * call.num_layers
@@ -479,7 +479,7 @@ def test_a_known_call_trains_as_a_new_one_does(
     x, weights = torch.randn(19, 5, 48, device="cuda"), list(model.parameters())
     resets = torch.rand(19, 5, device="cuda") < 0.3 if marked else None
     found = []
-    for _ in range(3):  # as a new call, and as a known one
+    for _ in range(3):  # first a new call, then a known one
         out, h_n = model(x, resets=resets)
         found.append([out, h_n, *torch.autograd.grad(out.square().mean() + h_n.sum(), weights)])
     assert plan._TRAINED
@@ -487,11 +487,11 @@ def test_a_known_call_trains_as_a_new_one_does(
     for again in found[1:]:
         assert all(map(torch.equal, found[0], again))
     with torch.no_grad():
-        weights[0].mul_(0.5)  # what is known is no value
+        weights[0].mul_(0.5)  # the plan keeps no values of weights
     changed = model(x, resets=resets)[0]
     assert torch.equal(changed, model(x, resets=resets)[0])
     assert not torch.equal(changed, found[0][0])
-    if resets is not None:  # neither are the marks
+    if resets is not None:  # nor values of marks
         resets.logical_not_()
         other = model(x, resets=resets)[0]
         assert not torch.equal(other, changed)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 COPY = problem_named("gru_cell_512_64")
 INPLACE = problem_named("gru_cell_1024_inplace_64")
-HANG_SECONDS = 5.0  # a kernel that compiles in this process takes a second
-# deed -> what is said of it, and whether the worker is lost with it
+HANG_SECONDS = 5.0  # a kernel that compiles in this process takes one second
+# deed -> the recorded reason, and whether the worker is lost
 REASONS = {
     "wrong result": (r"WrongResultError: the worst error is .* times what rounding allows", False),
     "wrong result while timed": (r"WrongResultError: after it was timed, the worst error is .* times", False),

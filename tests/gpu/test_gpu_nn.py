@@ -1,4 +1,4 @@
-"""tuned.nn on a real GPU: over the constructor's arguments a kernel serves, and errs no more than PyTorch's module."""
+"""tuned.nn on a real GPU: for all constructor arguments a kernel serves, and errs no more than PyTorch's module."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import tuned.nn
 from tests.support.as_good import WORSE, assert_as_good, data_of
 from tuned.dispatch import gru
 
-pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")  # what torch.nn.GRU says of its own in bfloat16
+pytestmark = pytest.mark.filterwarnings("ignore:RNN module weights")  # torch.nn.GRU warns of its weights in bfloat16
 
-# float32 with TF32: cuDNN multiplies the input of upper layers in float32 where it is as small as here, a stack in TF32.
+# float32 with TF32: cuDNN multiplies upper layers' inputs in float32 if they are as small as here; a stack uses TF32.
 WORSE_STACK = 1.3
 FEATURES, H, LENGTHS = 48, 64, (9, 17, 1, 12)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -51,7 +51,7 @@ def test_what_serves_errs_no_more_than_pytorch(
     ours, theirs, x, hx = case(layers, both, first, packs, bias, dtype)
     with torch.no_grad():
         told = tuned.explain(ours, x, hx)
-        # cuDNN keeps small float32 layers on chip, if sequences have one length, and may take less than any kernel.
+        # cuDNN keeps small float32 layers on chip if sequences have one length, and may be faster than any kernel.
         assert told.rule != "eager" or (dtype == torch.float32 and not packs), told.why
         assert bool(told.kernels) == (told.rule != "eager")
         found = ours(x, hx)
@@ -70,7 +70,7 @@ def test_a_gradient_is_pytorchs_own_in_training_and_evaluation() -> None:
     ours, theirs, x, hx = case(2, True, False, False, True, torch.float32)
     assert "a gradient is needed" in tuned.explain(ours, x, hx).why
     wanted = torch.autograd.grad(theirs(x, hx.contiguous())[0].square().sum(), list(theirs.parameters()))
-    for module in (ours, ours.eval()):  # PyTorch's own has none in evaluation
+    for module in (ours, ours.eval()):  # PyTorch's GRU has no gradient in evaluation
         found = torch.autograd.grad(module(x, hx)[0].square().sum(), list(module.parameters()))
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
@@ -85,7 +85,7 @@ def test_autocast_gives_its_dtype_by_a_kernel(dtype: torch.dtype) -> None:
             assert tuned.explain(ours, x, hx).rule != "eager"
             found, reference = ours(x, hx), theirs(x, hx.contiguous())
     assert {t.dtype for t in found} == {dtype}
-    if reference[0].dtype == dtype:  # torch 2.11 gives float16 whatever the dtype of autocast
+    if reference[0].dtype == dtype:  # torch 2.11 gives float16 whatever dtype autocast asks for
         assert_as_good(found, reference, exact)
 
 

@@ -1,4 +1,4 @@
-"""Angles that need a gradient on a GPU: as good as float32's, the same in each run, in graphs, compiled, beside canaries."""
+"""Angles that need a gradient on a GPU: as exact as float32, equal in each run, in graphs, compiled, with canaries."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 F32, BF16 = torch.float32, torch.bfloat16
-B, S, ROWS = 2, 37, 160  # tokens that no tile divides; rows: no number of heads, which would be asked about
-WORSE = 1.1  # our error, of that of PyTorch's own operators in float32, root mean square
+B, S, ROWS = 2, 37, 160  # no tile divides S; ROWS differs from the number of heads, which the call would warn of
+WORSE = 1.1  # times the error (root mean square) of PyTorch's operators in float32
 REPLAYS = 200
 
 
 @dataclasses.dataclass(frozen=True)
 class Learned:
-    """One call: heads, features, where angles come from, and where tokens stand."""
+    """One call: its heads and features, the source of its angles, and its positions."""
 
     source: str = "freqs"  # "cos_sin", "inv_freq"
     heads: int = 32
@@ -37,7 +37,7 @@ class Learned:
     dim: int = 128
     rotary: int = 128
     dtype: torch.dtype = BF16
-    place: str = "order"  # "ids", of which many are alike; "axes"
+    place: str = "order"  # "ids", of which many are equal; "axes"
     interleaved: bool = False
     inplace: bool = False
 
@@ -79,18 +79,18 @@ def drawn(case: Learned, seq: int = S) -> tuple[list[torch.Tensor], dict[str, to
 def gradients(
     tensors: list[torch.Tensor], angles: dict[str, torch.Tensor], words: dict[str, Any]
 ) -> list[torch.Tensor]:
-    """Those of the query, the key and the angles, given fixed ones of the results."""
+    """Gradients of the query, the key and the angles, for fixed gradients of the results."""
     leaves = [t.detach().requires_grad_() for t in (*tensors, *angles.values())]
     own = dict(zip(angles, leaves[2:], strict=True))
     with torch.enable_grad():
         outs = rope_qk(leaves[0] * 1, leaves[1] * 1, **own, **words)
-        # Numbers that all dtypes have: what is held against float64 takes the same.
+        # All dtypes can represent these numbers, so the float64 reference gets the same.
         over = [((torch.arange(t.numel(), device=t.device) % 61 - 30) / 32).view(t.shape).to(t.dtype) for t in outs]
         return list(torch.autograd.grad(outs, leaves, over))
 
 
 def by_pytorch(tensors: list[torch.Tensor], angles: dict[str, torch.Tensor], words: dict[str, Any], dtype: torch.dtype) -> list[Any]:  # fmt: skip
-    """The same by PyTorch's own operators on a CPU."""
+    """The same by PyTorch's operators on a CPU."""
     own = {n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in words.items()}
     wide = {n: t.cpu() if n in ("freqs", "inv_freq") else t.cpu().to(dtype) for n, t in angles.items()}
     return [t.double() for t in gradients([t.cpu().to(dtype) for t in tensors], wide, own)]
@@ -110,7 +110,7 @@ def test_gradients_are_as_good_as_float32s(case: Learned) -> None:
 
 @pytest.mark.gpu_sample
 def test_nothing_is_read_or_written_around_the_tensors() -> None:
-    """Results lie between canaries and are NaN before, the sums too."""
+    """Results lie between canaries and are NaN before the call; so are the sums."""
     work, size = WORKLOADS["rope"], RopeSize(2, 37)
     for plain in angle_gradient_specs():
         for head_dim, rotary, entries in ((80, 80, "pair"), (72, 40, "feature")):
@@ -137,12 +137,12 @@ def test_nothing_is_read_or_written_around_the_tensors() -> None:
 @pytest.mark.gpu_sample
 @pytest.mark.parametrize("case", [SMALL, *CASES[:3]], ids=lambda case: case.name)
 def test_each_run_has_the_same_bits(case: Learned) -> None:
-    """Of tokens that share an angle too, in many programs; into memory that was filled with NaN."""
+    """Also for tokens that share an angle, in many programs; the memory was filled with NaN before."""
     made = drawn(case, 2220)
     first = gradients(*made)
     for _ in range(20):
         poisoned = [torch.full_like(t, torch.nan) for t in first]
-        del poisoned  # the next results lie there
+        del poisoned  # the next results get this memory
         assert all(torch.equal(a, b) for a, b in zip(gradients(*made), first, strict=True))
 
 
@@ -190,7 +190,7 @@ def test_compiled_it_is_the_same(inplace: bool) -> None:
 
 @pytest.mark.gpu_sample
 def test_the_backward_keeps_no_float32_of_x() -> None:
-    """The peak of a step: the input, the result and their gradients in 16 bits, and what has no heads."""
+    """The peak of a step is the input, the result and their gradients in 16 bits, and tensors without a heads axis."""
     x = torch.randn(4, 2048, 32, 128, device="cuda", dtype=BF16)
     freqs = (torch.rand(2048, 64, device="cuda") * 6).requires_grad_()
     assert tuned.explain(rope, x, freqs, angle_entries="pair").rule != "eager"

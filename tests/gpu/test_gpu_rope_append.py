@@ -1,4 +1,4 @@
-"""A rotation whose key and value go to a cache on a GPU: right, in graphs with new slots, compiled, and what lies around."""
+"""A rotation that writes key and value to a cache, on a GPU: right, in graphs with new slots, compiled, in bounds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tuned.families.rope.spec import RopeSize
 from tuned.families.rope.variant import default_variant
 
 BF16, F16 = torch.bfloat16, torch.float16
-# Widths, heads, dtypes, layouts and strides: each of them a few times, as few kernels as show all of them.
+# Widths, heads, dtypes, layouts and strides: each occurs a few times, in as few kernels as possible.
 CASES: dict[str, dict[str, Any]] = {
     "usual": {"heads": 32, "key_heads": 8, "dim": 128, "rotary": 128, "dtype": BF16},
     "HND": {"heads": 8, "key_heads": 1, "dim": 128, "rotary": 128, "dtype": BF16, "layout": "HND"},
@@ -51,7 +51,7 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def on_cpu(made: Made) -> Made:
-    """The same tensors in memory of a CPU, each of its own."""
+    """The same tensors in separate memory of the CPU."""
     tensors = {n: t.cpu() for n, t in made.tensors.items()}
     named = {n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in made.named.items()}
     return Made(tensors, named, [])
@@ -70,7 +70,7 @@ def test_the_cache_holds_what_the_tokens_are(case: dict[str, Any], indices: torc
     assert tuned.explain(rope_append_, **made.tensors, **made.named).kernels
     wanted = by_hand(on_cpu(made))
     before = [t.clone() for t in made.storages]
-    for _ in range(3):  # by a plan that is made, and one that is known
+    for _ in range(3):  # first the plan is made, then it is used
         for t, was in zip(made.storages, before, strict=True):
             t.copy_(was)
         assert made.call() is made.tensors["q"]
@@ -84,7 +84,7 @@ def test_the_cache_holds_what_the_tokens_are(case: dict[str, Any], indices: torc
                 torch.testing.assert_close(
                     found.double(), want, rtol=unit, atol=4e-6, msg=lambda m, n=name: f"{n}: {m}"
                 )
-    for name in wanted:  # all but what the call may write is as it was
+    for name in wanted:  # the call changes nothing but what it may write
         t = made.tensors[name]
         home = next(
             i for i, s in enumerate(made.storages) if s.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()
@@ -98,7 +98,7 @@ def test_the_cache_holds_what_the_tokens_are(case: dict[str, Any], indices: torc
 @pytest.mark.parametrize("cache", ["same", "float8"])
 @pytest.mark.parametrize("norm", ["", "head"])
 def test_nothing_is_written_around_the_pages(norm: str, cache: str) -> None:
-    """Results lie between canaries, as those of every variant that is measured."""
+    """Results lie between canaries, as in each measurement of a variant."""
     work, size = WORKLOADS["rope"], RopeSize(1, 37)
     for plain in append_specs():
         if plain.norm != norm or plain.angles != "cos_sin":
@@ -116,7 +116,7 @@ def test_nothing_is_written_around_the_pages(norm: str, cache: str) -> None:
 
 @pytest.mark.gpu_sample
 def test_float8_numbers_are_those_of_pytorch() -> None:
-    """Bit by bit where nothing rotates; with NaN, infinities and what is too large among them."""
+    """Bit by bit where nothing rotates; some values are NaN, infinite or too large."""
     made = make(heads=2, key_heads=8, dim=128, rotary=128, dtype=BF16, cache=FLOAT8, device="cuda")
     v = made.tensors["v"]
     v.mul_(torch.logspace(-6, 5, v.numel(), device="cuda").view(v.shape))
@@ -136,7 +136,7 @@ def test_float8_numbers_are_those_of_pytorch() -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("cache", [None, FLOAT8])
 def test_the_short_way_of_known_calls_is_right(cache: Any, mode: Any) -> None:
-    """Calls as servers make them, by a table of cosines and sines: the same as those that were checked."""
+    """Calls as servers make them, with a table of cosines and sines, give the results of checked calls."""
     with mode():
         made, other = (
             make(dim=64, rotary=64, dtype=BF16, cache=cache, lies="together", device="cuda") for _ in range(2)
@@ -149,7 +149,7 @@ def test_the_short_way_of_known_calls_is_right(cache: Any, mode: Any) -> None:
                 "value_scale": torch.full((), 0.25, device="cuda"),
             }
         before = [t.clone() for t in made.storages]
-        rope_append_(**other.tensors, **named)  # publicly
+        rope_append_(**other.tensors, **named)  # a public launch
         for again in range(5):
             for t, was in zip(made.storages, before, strict=True):
                 t.copy_(was)
@@ -168,7 +168,7 @@ REPLAYS = 500
 @pytest.mark.gpu_sample
 @pytest.mark.parametrize("cache", [None, FLOAT8])
 def test_a_graph_is_replayed_with_new_slots(cache: Any) -> None:
-    """Slots that are drawn anew, some of them negative, some past the end; and new values and positions."""
+    """Slots, values and positions are drawn anew; some slots are negative, some are past the end."""
     stream, other = torch.cuda.Stream(), make(dim=64, rotary=64, dtype=BF16, cache=cache, device="cuda")
     made = make(dim=64, rotary=64, dtype=BF16, cache=cache, device="cuda")
     with torch.no_grad(), torch.cuda.stream(stream):
@@ -232,7 +232,7 @@ def test_inductor_compiles_it_whole(cache: Any) -> None:
     for function in (step, torch.compile(step, fullgraph=True)):
         made = make(dim=64, rotary=64, dtype=BF16, cache=cache, lies="together", device="cuda")
         with torch.no_grad():
-            # Pages from the first on: torch 2.11 gives custom operators other slices of what begins in the middle of its memory.
+            # Pages from the first on: torch 2.11 gives custom operators other slices of tensors that start in mid-memory.
             out = function(*made.storages, made.tensors["slot_mapping"], made.named)
         found.append([out, *made.storages])
     for one, other in zip(*found, strict=True):
@@ -241,9 +241,9 @@ def test_inductor_compiles_it_whole(cache: Any) -> None:
 
 @pytest.mark.gpu_sample
 def test_pytorchs_own_does_the_same_without_waiting() -> None:
-    """The form for what no kernel takes, on a GPU: captured in a graph, which refuses what waits."""
+    """PyTorch's operators serve what no kernel takes: a graph, which refuses what waits, captures them."""
     made = make(dim=64, rotary=64, device="cuda", slots=(3, 17, -1, 8, 0, 25, 12))
-    made.tensors["v"] = made.tensors["v"].repeat_interleave(2, -1)[..., ::2]  # of another stride of features
+    made.tensors["v"] = made.tensors["v"].repeat_interleave(2, -1)[..., ::2]  # features with another stride
     assert tuned.explain(rope_append_, **made.tensors, **made.named).rule == "eager"
     wanted = by_hand(on_cpu(made))
     stream, before = torch.cuda.Stream(), [t.clone() for t in made.storages]

@@ -1,4 +1,4 @@
-"""MLA on a GPU: right, the same in each run, in graphs, on streams, compiled, beside canaries, and what is large."""
+"""MLA on a GPU: right, the same in each run, in graphs, on streams, compiled, between canaries, and when large."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-BATCH, SEQ, ROWS = 2, 37, 160  # rows: no number of heads, which would be asked about
-BOUNDS = (3, 3, 20, 41, BATCH * SEQ - 5)  # tokens of no sequence at both ends
+BATCH, SEQ, ROWS = 2, 37, 160  # rows differ from the number of heads, which the call would warn of
+BOUNDS = (3, 3, 20, 41, BATCH * SEQ - 5)  # there are tokens of no sequence at both ends
 REPLAYS = 1000
-WORSE = 1.1  # our error, of that of PyTorch's own operators in float32, root mean square
+WORSE = 1.1  # times the error (root mean square) of PyTorch's operators in float32
 
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
-    """One call: sizes, words, and how its tensors lie."""
+    """One call: its sizes, its other arguments, and its tensors' strides."""
 
     heads: int = 16
     kept: int = 128
@@ -119,7 +119,7 @@ def make(case: Latent, device: str = "cuda", seed: int = 0) -> Made:
 
 
 def turned(case: Latent, x: torch.Tensor, named: dict[str, Any]) -> torch.Tensor:
-    """X, all of whose features rotate, in its dtype."""
+    """Rotates X, all of whose features rotate, in its dtype."""
     seq = SEQ if case.layout != "thd" else BATCH * SEQ
     rows, held = torch.arange(seq, device=x.device), None
     if "positions" in named:
@@ -162,7 +162,7 @@ def grads_of(case: Latent, seed: int = 1, device: str = "cuda") -> list[torch.Te
 
 
 def trained(case: Latent, made: Made, grads: list[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Key, value, and both gradients; ours if ``dtype`` is None, else computed in it, rounded unless it is float64."""
+    """Key, value and both gradients; ours if ``dtype`` is None, else computed in it, rounded unless it is float64."""
     wide = dtype or made.kv.dtype
     leaves = [t.detach().to(wide).requires_grad_() for t in (made.kv, made.k_pe)]
     if dtype is None:
@@ -191,7 +191,7 @@ def test_results_and_gradients_are_as_good_as_float32s(case: Latent) -> None:
     made, grads = make(case), grads_of(case)
     theirs, exact = (trained(case, made, grads, dtype) for dtype in (F32, torch.float64))
     names = ("key", "value", "gradient of kv", "gradient of k_pe")
-    for _ in range(3):  # by a plan that is made, and one that is known
+    for _ in range(3):  # first the plan is made, then it is used
         ours = trained(case, made, grads, None)
         as_good(names, ours, theirs, exact)
         assert torch.equal(ours[1], made.kv[..., case.kept :])
@@ -201,7 +201,7 @@ def test_results_and_gradients_are_as_good_as_float32s(case: Latent) -> None:
 @pytest.mark.gpu_sample
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_queries_in_place_are_as_good_as_float32s(case: Latent) -> None:
-    """In place a program writes where its other threads read: many times, with the bits of out of place."""
+    """In place, a program writes where its other threads read: run many times, the bits must be those out of place."""
     made = make(case)
     exact, theirs = (own_query(case, made.q.to(dtype), made.named) for dtype in (torch.float64, F32))
     wanted = rope(made.q, rotated="last", **made.named)
@@ -224,7 +224,7 @@ def test_queries_in_place_are_as_good_as_float32s(case: Latent) -> None:
 @pytest.mark.gpu_sample
 @pytest.mark.parametrize("angles", ["cos_sin", "freqs", "inv_freq"])
 def test_nothing_is_read_or_written_around_the_tensors(angles: str) -> None:
-    """Results lie between canaries and are NaN before, as those of every variant that is measured."""
+    """Results lie between canaries and are NaN before the call, as in each measurement of a variant."""
     work, size = WORKLOADS["rope"], RopeSize(2, 37)
     for plain in mla_specs():
         if plain.angles != angles:
@@ -241,7 +241,7 @@ def test_nothing_is_read_or_written_around_the_tensors(angles: str) -> None:
 
 
 def same(a: Any, b: Any) -> torch.Tensor:
-    """Whether all have the same bits, on the device; NaN is like NaN."""
+    """Whether all have the same bits, computed on the device; NaN equals NaN."""
     return torch.stack([((x == y) | (x.isnan() & y.isnan())).all() for x, y in zip(a, b, strict=True)]).all()
 
 
@@ -252,7 +252,7 @@ def test_each_run_has_the_same_bits() -> None:
     first = trained(case, made, grads, None)
     for _ in range(20):
         poisoned = [torch.full_like(t, torch.nan) for t in first]
-        del poisoned  # the next results lie there
+        del poisoned  # the next results get this memory
         assert bool(same(trained(case, made, grads, None), first))
 
 

@@ -1,4 +1,4 @@
-"""A rotation with a norm before it on a GPU: right, the same in each run, in graphs, on streams, compiled, and what is large."""
+"""A rotation with a norm before it on a GPU: right, the same in each run, in graphs, on streams, compiled, large."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-# Widths, heads, dtypes, layouts and strides: each of them a few times, as few kernels as show all of them.
+# Widths, heads, dtypes, layouts and strides: each occurs a few times, in as few kernels as possible.
 CASES = [
     Norm(),
     Norm(32, 8),
@@ -54,7 +54,7 @@ def test_results_and_gradients_are_as_good_as_float32s(case: Norm) -> None:
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("norm", ["head", "all"])
 def test_nothing_is_read_or_written_around_the_tensors(norm: str, inplace: bool) -> None:
-    """Results lie between canaries and are NaN before, as those of every variant that is measured."""
+    """Results lie between canaries and are NaN before the call, as in each measurement of a variant."""
     work, size = WORKLOADS["rope"], RopeSize(2, 37)
     for plain in norm_specs():
         if plain.inplace != inplace or plain.angles != "cos_sin":
@@ -71,7 +71,7 @@ def test_nothing_is_read_or_written_around_the_tensors(norm: str, inplace: bool)
 
 
 def same(a: tuple[Any, ...] | list[Any], b: tuple[Any, ...] | list[Any]) -> torch.Tensor:
-    """Whether all have the same bits, on the device; NaN is like NaN."""
+    """Whether all have the same bits, computed on the device; NaN equals NaN."""
     return torch.stack([((x == y) | (x.isnan() & y.isnan())).all() for x, y in zip(a, b, strict=True)]).all()
 
 
@@ -83,7 +83,7 @@ def grads_of(made: Made, seed: int = 1) -> list[torch.Tensor]:
 @pytest.mark.gpu_sample
 @pytest.mark.parametrize("norm", ["head", "all"])
 def test_each_run_has_the_same_bits(norm: str) -> None:
-    """With more tiles than programs, so that each sums several; into memory that was filled with NaN."""
+    """There are more tiles than programs, so each program sums several; the memory was filled with NaN before."""
     case = Norm(32, 8, norm=norm)
     made = make(case, "cuda")
     made.tensors = [t.repeat(1, 60, 1, 1) for t in made.tensors]  # 2,220 tokens
@@ -93,7 +93,7 @@ def test_each_run_has_the_same_bits(norm: str) -> None:
     first = with_gradients(case, made, grads, None)
     for _ in range(20):
         poisoned = [torch.full_like(t, torch.nan) for t in first]
-        del poisoned  # the next results lie there
+        del poisoned  # the next results get this memory
         assert bool(same(with_gradients(case, made, grads, None), first))
 
 
@@ -145,7 +145,7 @@ def test_a_graph_is_replayed_a_thousand_times_with_new_values(step: Callable[...
 @pytest.mark.parametrize("case", BOTH, ids=["head", "all"])
 @pytest.mark.parametrize("beside", ["itself", "a product"])
 def test_what_runs_on_another_stream_changes_nothing(beside: str, case: Norm) -> None:
-    """Calls of two streams in turn; and beside a product of matrices that fills the GPU."""
+    """Calls of two streams in turn; and a call beside a product of matrices that fills the GPU."""
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     many = [make(case, "cuda", seed) for seed in range(2)]
     grads = [grads_of(made, 5 + seed) for seed, made in enumerate(many)]
@@ -211,7 +211,7 @@ def test_a_packed_qkv_keeps_its_values(axis_of_3: bool) -> None:
 
 
 def stays(device: str, norm: str, value: float) -> None:
-    """One feature of one head of a query is not finite: what it may reach, and what it may not."""
+    """One feature of one head of a query is not finite: tests which results it may reach."""
     case = dataclasses.replace(SMALL, norm=norm)
     made = make(case, device)
     grads = grads_of(made)
@@ -223,9 +223,9 @@ def stays(device: str, norm: str, value: float) -> None:
     for index in (0, 2):  # the result, and its gradient
         assert bool(same([found[index][~reached]], [clean[index][~reached]])), index
         assert not bool(found[index][reached].isfinite().all()), index
-    for index in (1, 3, 5):  # those of the key
+    for index in (1, 3, 5):  # the result and the gradient of the key
         assert bool(same([found[index]], [clean[index]])), index
-    theirs = with_gradients(case, made, grads, torch.float32)  # which sums over tokens too
+    theirs = with_gradients(case, made, grads, torch.float32)  # its gradients are sums over tokens too
     assert torch.equal(found[4].isfinite(), theirs[4].isfinite())
     assert not bool(found[4].isfinite().all())
 

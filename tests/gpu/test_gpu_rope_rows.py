@@ -1,4 +1,4 @@
-"""Whole rows in place on a GPU: what a thread overwrites, others have read, whatever the warps of a program do meanwhile."""
+"""Whole rows in place on a GPU: a thread overwrites only what others have read, whatever the warps do."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""compute-sanitizer finds nothing in any kernel that ships: no access out of bounds, no race, no barrier misused.
+"""compute-sanitizer finds nothing in any shipped kernel: no access out of bounds, no race, no barrier misused.
 
-What is read before it is written (initcheck) shows without a tool: every test fills what is to be written with NaN.
+Reads before writes (initcheck) show without a tool: every test fills the memory for results with NaN.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tests.gpu import sanitized
 from tuned.kernels import DIGESTS
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ("memcheck", "racecheck", "synccheck")  # memcheck is the first to run, and compiles for all three
-SECONDS = 500  # a backstop, most of a test is PyTorch's start
+TOOLS = ("memcheck", "racecheck", "synccheck")  # memcheck runs first, and compiles for all three
+SECONDS = 500  # a backstop; most of a test is PyTorch's start
 
-# The tools of a share follow each other, so that one process runs them, and each kernel is compiled once.
+# The tools of a share run one after another, in one process, so that each kernel is compiled once.
 RUNS = [pytest.param(index, tool, marks=pytest.mark.sanitizer) for index in range(sanitized.SHARES) for tool in TOOLS]
 
 

@@ -1,4 +1,4 @@
-"""use_tuned_rope on a real GPU: kernels serve the models of transformers, and err no more than their own functions."""
+"""use_tuned_rope on a real GPU: kernels serve transformers' models, and err no more than the models' functions."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from tuned.compat.transformers import use_tuned_rope
 
 pytestmark = [
     pytest.mark.gpu_sample,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers' own imports
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # from transformers' own imports
     pytest.mark.filterwarnings("ignore::FutureWarning"),
-    # Of inductor, wherever TF32 is there and not asked for, which float32 compared with float32 must not be.
+    # Inductor warns if TF32 exists and is not used; these tests compare float32 with float32, so they must not use it.
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
 ]
-WORSE = 1.2  # how many times the error of the model's own function is still as good: each is one draw of roundings
+WORSE = 1.2  # times the error of the model's own function that counts as good: each error is one draw of roundings
 CHOSEN = [family for family in FAMILIES if family.name in ("Llama", "GPTNeoX", "Glm")]  # whole, partial, interleaved
 on_chosen = pytest.mark.parametrize("family", CHOSEN, ids=lambda family: family.name)
-# Of each head, with 1 + weight, of all heads, of a part that rotates.
+# Norms of each head, with 1 + weight, of all heads, and of heads of which a part rotates.
 on_normed = pytest.mark.parametrize("family", NORMED[:4], ids=lambda family: family.name)
 ATTENTION = tuple(f"model.layers.{layer}.self_attn" for layer in range(LAYERS))
 
@@ -61,13 +61,13 @@ def rules_of(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The rules that chose what served each call of rope_qk on the GPU."""
+    """The rules by which each call of rope_qk on the GPU was served."""
     return rules_of(monkeypatch, "rope_qk")
 
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The rules that chose what served each call of qk_norm_rope on the GPU."""
+    """The rules by which each call of qk_norm_rope on the GPU was served."""
     return rules_of(monkeypatch, "qk_norm_rope")
 
 
@@ -130,7 +130,7 @@ def test_a_compiled_model_is_served(family: Family) -> None:
 
 
 def normed_model_of(family: Family, dtype: torch.dtype, **more: Any) -> Any:
-    """With weights of norms that are neither all 1 nor all 0."""
+    """The weights of norms are neither all 1 nor all 0."""
     model = model_of(family, dtype, **more)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

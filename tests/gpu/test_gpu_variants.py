@@ -1,4 +1,4 @@
-"""Variants on a real GPU: every choice of every knob, what the interpreter cannot run among them."""
+"""Variants on a real GPU: every choice of every knob, including those that the interpreter cannot run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from generator.problem import Problem
 
-# A decode call of a default model, whose pool is run whole: 99 variants, and as many again where there is PDL.
+# A decode call of a default model, whose pool is run completely: 99 variants, and as many again where PDL exists.
 WHOLE = problem_named("llama3_8b_decode_64x1")
-SHARES = 8  # in which it is checked, by as many processes as there are
-SAMPLE = 4  # variants of every other default problem's pool, evenly spaced
-LARGEST = 2**24  # elements of x: larger problems have the same variants, and take longer to check
+SHARES = 8  # shares of the check, for as many processes as there are
+SAMPLE = 4  # variants, evenly spaced, of every other default problem's pool
+LARGEST = 2**24  # elements of x: larger problems have the same variants, and their check takes longer
 SAMPLED = [
     problem
     for family in ("rope", "gru_cell", "linear_cat")
@@ -37,7 +37,7 @@ SAMPLED = [
 
 
 def numbers() -> list[dict[str, Any]]:
-    """Variants that hold every legal pair of choices on sm_90."""
+    """Variants that together have every legal pair of choices on sm_90."""
     rows = pairwise.product(
         choices(RopeVariant), lambda knobs: rejection(spec_for(knobs), None, RopeVariant(**knobs), 90) is None
     )
@@ -45,7 +45,7 @@ def numbers() -> list[dict[str, Any]]:
 
 
 def knobs_id(knobs: dict[str, Any]) -> str:
-    """Every value, in the order of declaration."""
+    """All values, in the order of declaration."""
     return "-".join(f"{value}" or "none" for value in knobs.values())
 
 
@@ -60,7 +60,7 @@ def test_every_choice_of_a_knob_is_right_on_the_gpu(knobs: dict[str, Any], dtype
 
 
 def check_variants(problem: Problem, variants: Sequence[Any]) -> list[str]:
-    """What is wrong with variants of a problem, staged, compiled and checked as tuning does it."""
+    """What is wrong with variants of a problem, which are staged, compiled and checked as tuning does it."""
     from triton.runtime import driver  # noqa: PLC0415 - needs a GPU
 
     from generator.measuring.stage import Stage, WrongResultError  # noqa: PLC0415
@@ -127,7 +127,7 @@ def test_a_sample_of_every_pool_is_right(problem: Problem) -> None:
     assert check_variants(problem, variants[:: max(1, len(variants) // SAMPLE)]) == []
 
 
-# What a winner is compared with is timed in a graph: nothing of it may come from the host's memory, or from another stream.
+# The form that a winner is compared with is timed in a graph: it must not use the host's memory, or another stream.
 CAPTURED = {
     dataclasses.replace(p.spec, heads=1, key_heads=min(1, p.spec.key_heads), copied_heads=0): p
     for p in default_problems("rope")

@@ -1,4 +1,4 @@
-"""tuned.warm on a real GPU: the first calls of a warmed process compile nothing, and the next process finds all in the cache."""
+"""tuned.warm on a real GPU: a warmed process's first calls compile nothing, and the next finds all in the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a new process compiles that is warmed: `python -m tests.gpu.warmed` prints it as JSON. TRITON_CACHE_DIR says where to."""
+"""`python -m tests.gpu.warmed` prints as JSON what a new, warmed process compiles; TRITON_CACHE_DIR is its cache."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Model(torch.nn.Module):
 
 
 def main() -> None:
-    events: list[bool] = []  # of Triton's compiler here: whether its cache had the kernel
-    built: list[str] = []  # launchers that a C compiler made, which Triton 3.6 needs
+    events: list[bool] = []  # for each use of Triton's compiler: whether the cache had the kernel
+    built: list[str] = []  # launchers made by a C compiler, which Triton 3.6 needs
     build: Any = triton.runtime.build._build
 
     def heard(name: str, *given: Any, **named: Any) -> Any:

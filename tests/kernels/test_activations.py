@@ -1,4 +1,4 @@
-"""tanh of the GRU's kernels, through a step that gives it alone: as good of small values as of large ones."""
+"""tanh in the GRU's kernels, tested by a step that returns it alone: as exact for small values as for large ones."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ pytestmark = [pytest.mark.interpreter, pytest.mark.skipif(not INTERPRETED, reaso
 
 HIDDEN = 16
 SPEC = GruCellSpec("float32", HIDDEN, (HIDDEN,), bias=True, precision="ieee")
-UNIT = 2.0**-24  # half of what neighbours in float32 are apart
-MOST = 5 * UNIT  # where it comes from an exponential; PyTorch's own has 1.5
+UNIT = 2.0**-24  # half the distance of neighbours in float32
+MOST = 5 * UNIT  # where it is computed from an exponential; PyTorch's tanh has 1.5
 
 
 def values() -> torch.Tensor:
-    """Of all sizes, close to where one way goes over to the other, infinite and none."""
+    """Values of all sizes, near the switch from one method to the other, infinite, and zero."""
     draw = torch.Generator().manual_seed(0)
-    sizes = torch.rand(4096 - 64, generator=draw) * 45 - 43  # powers of e, down to where float32 ends
+    sizes = torch.rand(4096 - 64, generator=draw) * 45 - 43  # powers of e, down to the smallest of float32
     near = torch.linspace(0.49, 0.51, 48)
     odd = torch.tensor([0.0, -0.0, 1e-45, 0.5, 20.0, 90.0, 1e30, torch.inf])
     x = torch.cat((sizes.exp(), near, odd, odd))
@@ -34,7 +34,7 @@ def values() -> torch.Tensor:
 
 
 def alone(x: torch.Tensor) -> Any:
-    """A step from a state of 0 whose n has the sum x, and whose z is 0."""
+    """A step from a state of 0 whose n is tanh of x, and whose z is 0."""
     call, _ = build(GruCase(SPEC, len(x)))
     rows = torch.zeros(3 * HIDDEN, HIDDEN)
     bias = torch.zeros(3 * HIDDEN)
@@ -48,7 +48,7 @@ def alone(x: torch.Tensor) -> Any:
 @pytest.mark.parametrize("form", FORMS)
 def test_tanh_is_as_good_of_what_is_small(form: str) -> None:
     x = values()
-    call = alone(x.clamp(-1e30, 1e30))  # an infinity times 0 is no number
+    call = alone(x.clamp(-1e30, 1e30))  # infinity times 0 would be NaN
     if form == "library":
         gates = torch.zeros(len(x), 3 * HIDDEN)
         gates[:, 2 * HIDDEN :] = x

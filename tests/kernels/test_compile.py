@@ -1,4 +1,4 @@
-"""Kernels compile for every architecture, no two to the same code, with accesses as wide as alignment allows: no GPU."""
+"""Kernels compile for every architecture, no two to one code, with accesses as wide as alignment allows: no GPU."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.compiler
 
-# Ampere, Ada, Blackwell (data centre and desktop) and AMD's CDNA 3, beside the sm_90 that every kernel is compiled for.
+# Ampere, Ada, Blackwell (data centre and desktop) and AMD's CDNA 3, besides sm_90, for which every kernel is compiled.
 OTHERS = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "gfx942")
 PRODUCTS = [n for n in structures() if n.startswith(("gru_cell_", "linear_cat_"))]
 GATES = [n for n in structures() if n.startswith("gru_gates_")]  # of the library's products: they multiply no matrix
 
 RECURRENCES = [gru_name(*text) for text in gru_texts()]
 GRADIENTS = [f"gru_{layout}_backward_split{cut}" for layout in GRU_LAYOUTS for cut in ("", "_resets")]
-MAX_STRAY_SPILL = 16  # bytes a thread, beside the loop of the steps: ptxas leaves a word or two on some architectures
+MAX_STRAY_SPILL = 16  # bytes a thread outside the loop of the steps: ptxas spills a word or two on some architectures
 
 
 PLAIN = [
@@ -63,7 +63,7 @@ NORMS = [
     for spec in norm_specs()
 ]
 CACHES = [{name: getattr(spec, name) for name in ("norm", "style", "angles")} for spec in append_specs()]
-# Every two values of text axes that can meet are compiled together for every architecture.
+# For every architecture, every two values of text axes that can meet are compiled together in some kernel.
 COVERING = [
     *(kernel_name(RopeSpec(**SHAPE, **axes), RopeVariant()) for axes in pairwise.covering(PLAIN)),
     *(kernel_name(spec, RopeVariant()) for spec in rope_specs() if not spec.plain),
@@ -89,7 +89,7 @@ COVERING = [
 ]
 
 
-# What multiplies takes another path on each; what only moves and turns is compiled alike, and each kernel for one of them.
+# Matrix products compile in another way on each of these; other kernels compile alike: each is compiled for one.
 PATHS = ("sm_80", "sm_100", "sm_120", "gfx942")
 ROTATING = [name for name in COVERING if name not in {*PRODUCTS, *RECURRENCES, *GRADIENTS}]
 CHOSEN = {"bias", "nobias", "copy", "inplace", "half", "interleaved", "freqs", "cos", "sin", "inv", "freq"}
@@ -101,12 +101,12 @@ RECURRING = pairwise.covering(
 
 
 def kind(name: str) -> str:
-    """What is in the name of a kernel beside the choices of its text."""
+    """The words of a kernel's name without the choices of its text."""
     return "_".join(word for word in name.split("_") if word not in CHOSEN)
 
 
 def on_one_each(names: list[str]) -> list[tuple[str, str]]:
-    """Each for the architecture that has met fewest words of its name; and of each kind one for AMD, the other compiler."""
+    """Each for the architecture that met fewest words of its name; one of each kind for AMD, the other compiler."""
     met: collections.Counter[tuple[str, str]] = collections.Counter()
     found = []
     for name in names:
@@ -128,7 +128,7 @@ ELSEWHERE = [
     ),
     *zip(
         (n for n in RECURRENCES if "staged" in n), ("sm_80", "sm_100", "sm_100", "sm_80"), strict=True
-    ),  # others have no room
+    ),  # the staged form has no room on other architectures
     *zip(GRADIENTS, ("sm_80", "sm_100", "sm_120", "gfx942", "gfx942", "sm_80"), strict=True),
     *on_one_each(ROTATING),
 ]
@@ -162,13 +162,13 @@ def test_a_sample_compiles_for_every_other_architecture(
 ) -> None:
     needs = compiler.submit(compiling.needs, name, architecture).result()
     assert 0 < needs.registers <= 512  # AMD counts vector registers, of which a thread may have 512
-    # A loop over heads is never what an untuned call gets, and tuning drops a variant that spills.
+    # An untuned call never gets a loop over heads, and tuning drops variants that spill.
     stray = MAX_STRAY_SPILL if name in RECURRENCES else 0
     assert needs.spill_bytes <= stray or name not in default_names()
 
 
-# A key of Qwen2.5 1.5B, decoded: two heads, one token. Small enough to compile whole, and with every knob in it but
-# order and tail, which need a batch and a partial rotation.
+# A decoded key of Qwen2.5 1.5B has two heads and one token: small enough to compile all of its pool, with every knob
+# but order and tail. Those need a batch and a partial rotation.
 WHOLE = Problem("qwen2_1b_kv_decode", "rope", RopeSpec("bshd", "bfloat16", 2, 128, 128), RopeSize(batch=1, seq=1))
 PARTS = 4  # so that two processes can share the work
 
@@ -191,7 +191,7 @@ def test_no_two_kernels_compile_to_the_same_code(compiler: concurrent.futures.Ex
 
 # Width of loads and stores -------------------------------------------------------------------------------------------
 
-# Kernels of which each has accesses of other widths, and together all.
+# Each of these kernels has accesses of other widths; together they have all.
 OF_EVERY_WIDTH = (
     "rope_mla_half_cos_sin",
     "rope_norm_backward_half_freqs",
@@ -201,7 +201,7 @@ OF_EVERY_WIDTH = (
 
 
 def test_accesses_are_those_that_the_disassembler_writes(compiler: concurrent.futures.Executor) -> None:
-    """It takes a fifth of a second for each kernel, so that the tests below read the bits of instructions themselves."""
+    """It takes a fifth of a second for each kernel, so the tests below read the bits of instructions themselves."""
     met: set[int] = set()
     for name in OF_EVERY_WIDTH:
         found, text = compiler.submit(compiling.accesses_and_instructions, name).result()
@@ -221,17 +221,17 @@ DIMS = (  # head_dim, rotary_dim
 
 
 def bits(spec: RopeSpec, *lengths: int) -> int:
-    """The widest access that may begin and end at multiples of all these lengths in elements."""
+    """The widest access that may start and end at multiples of all these lengths, given in elements."""
     size = ITEM_SIZE[spec.dtype]
     if (
         spec.head_dim % 16
-    ):  # Triton knows of a stride only whether it is a multiple of 16 elements; the kernel is told of others
+    ):  # Triton knows only whether a stride is a multiple of 16 elements; the kernel is told of other divisors
         lengths = (*lengths, spec.head_dim, 0 if spec.interleaved else spec.pair_distance)
     return 8 * min(16, math.gcd(16, *(size * length for length in lengths)))
 
 
 def rotated_bits(spec: RopeSpec) -> int:
-    """Of the features that rotate: interleaved they are one run, else two halves."""
+    """The widest access to the rotated features: interleaved they are one run, else two halves."""
     return bits(spec, spec.rotary_dim if spec.interleaved else spec.rotary_dim // 2)
 
 
@@ -254,7 +254,7 @@ def test_loads_and_stores_are_as_wide_as_alignment_allows(
     found = compiler.submit(compiling.widths, arguments, {"whole_rows": False}).result()
     allowed = {rotated_bits(spec)} | ({bits(spec, spec.rotary_dim, spec.head_dim)} if spec.copies_tail else set())
     assert set(found["STG"]) == allowed
-    # What is stored was loaded, in the same pieces; angles are loaded besides.
+    # What is stored was loaded in the same pieces; the angles are loaded in addition.
     for width, stores in found["STG"].items():
         assert found["LDG"].get(width, 0) >= stores
     if (dims[1] // 2) * ITEM_SIZE[dtype] % 16 == 0:
@@ -285,9 +285,9 @@ def test_a_norm_moves_128_bits_at_a_time(compiler: concurrent.futures.Executor, 
     }  # fmt: skip
     found = compiler.submit(compiling.widths, arguments, {}).result()
     tensors = 2 if direction == "backward" else 1
-    assert found["LDG"].get(128, 0) + found["LDGSTS"].get(128, 0) >= 2 * tensors  # both halves of rows
+    assert found["LDG"].get(128, 0) + found["LDGSTS"].get(128, 0) >= 2 * tensors  # both halves of the rows
     assert found["STG"][128] >= 2
-    assert direction == "backward" or set(found["STG"]) == {128}  # parts of the weights' gradients are a row each
+    assert direction == "backward" or set(found["STG"]) == {128}  # the parts of the weights' gradients are one row each
 
 
 @pytest.mark.parametrize("key_heads", [0, 8])
@@ -302,7 +302,7 @@ def test_the_gradient_of_a_norm_of_all_heads_waits_for_other_warps_once_a_token(
     ptx = compiler.submit(compiling.rope_ptx, arguments, tile).result()
     loop = ptx[ptx.index("$L__BB0_2:") : ptx.index("bra \t$L__BB0_2;")]
     assert "cp.async" in loop
-    # For a tile that has come; twice for sums, which warps give and take.
+    # One barrier for a tile that has arrived; two for sums, which warps exchange.
     assert loop.count("bar.sync") == 3
 
 
@@ -313,7 +313,7 @@ def test_the_gradient_of_angles_moves_128_bits_at_a_time(compiler: concurrent.fu
         "style": style, "direction": "backward", "angle_gradient": True,
     }  # fmt: skip
     found = compiler.submit(compiling.widths, arguments, {}).result()
-    assert found["LDG"][128] >= 4  # both halves of rows, of the gradient and of what the forward read
+    assert found["LDG"][128] >= 4  # both halves of the rows of the gradient and of the forward's input
     assert found["STG"][128] >= 2
 
 
@@ -321,7 +321,7 @@ def test_the_gradient_of_angles_moves_128_bits_at_a_time(compiler: concurrent.fu
 def test_the_gradient_of_packed_norms_compiles(
     compiler: concurrent.futures.Executor, norm: str, dims: tuple[int, int]
 ) -> None:
-    """One warp, features that do not rotate and a search for sequences: Triton 3.6 fails if tiles are under way as well."""
+    """One warp, features that do not rotate, a search for sequences: Triton 3.6 fails if tiles come ahead as well."""
     arguments = {
         "layout": "thd", "dtype": "float32", "heads": 3, "head_dim": dims[0], "rotary_dim": dims[1], "angles": "cos_sin",
         "key_heads": 1, "norm": norm, "direction": "backward",
@@ -340,7 +340,7 @@ def test_key_and_value_of_mla_move_128_bits_at_a_time(
         "rotated": "last", "value_dim": 128, "direction": direction, "deinterleaves": deinterleaves,
     }  # fmt: skip
     found = compiler.submit(compiling.widths, arguments, {"block_tokens": 1, "block_heads": 8, "num_warps": 2}).result()
-    # Eight heads of 128 and 128 features on 64 threads are four accesses of 16 bytes each way; and the pairs.
+    # Eight heads of 128 and 128 features on 64 threads make four accesses of 16 bytes each way; and the pairs.
     assert found["STG"][128] >= 4
     assert found["LDG"][128] >= 4
     narrow = {width: count for width, count in found["STG"].items() if width < 64}
@@ -373,8 +373,8 @@ def test_a_pointer_without_alignment_is_read_an_element_at_a_time(compiler: conc
     assert set(compiler.submit(compiling.widths, arguments, {}, 1).result()["STG"]) == {16}
 
 
-# Complete calls: a query and a key by pointers of their own, of which each row takes one. What a call may have besides,
-# several at once where one kernel has them: each makes accesses narrower if it does by itself.
+# Complete calls have separate pointers to query and key; each row takes one of them. Below are the other features that
+# a call may have, several at once if one kernel has them: if one made accesses narrower, the test would fail.
 CALLS: dict[str, dict[str, Any]] = {
     "backward-per-batch": {"direction": "backward", "angles": "cos_sin", "angles_per_batch": True},
     "shifted-low-precision": {"positions": "shifted", "angles": "cos_sin", "angle_dtype": "bfloat16"},
@@ -406,7 +406,7 @@ def test_complete_calls_move_query_and_key_128_bits_at_a_time(compiler: concurre
 
 
 def test_a_key_without_alignment_is_not_read_128_bits_at_a_time(compiler: concurrent.futures.Executor) -> None:
-    # Else the widths above would say nothing of the key.
+    # Otherwise the widths above would not show anything about the key.
     arguments = {"layout": "bshd", "dtype": "bfloat16", "heads": 32, "head_dim": 128, "rotary_dim": 128, "key_heads": 8}
     found = compiler.submit(compiling.widths, arguments, {}, 0, 1).result()
     assert set(found["STG"]) == {16}
@@ -430,7 +430,7 @@ def test_complete_calls_are_as_wide_as_alignment_allows(
     assert set(found["STG"]) == {turned, bits(spec, tail, *([dims[1]] if rotated == "first" else []))}
 
 
-ROWS = {  # head_dim, rotary_dim, dtype; the bits of a row that lie side by side, and of halves
+ROWS = {  # head_dim, rotary_dim, dtype; the contiguous bits of a row, and of its halves
     "d18": (18, 18, "bfloat16", 32, 16),
     "d36": (36, 36, "bfloat16", 64, 32),
     "d34r2": (34, 2, "bfloat16", 32, 16),
@@ -458,7 +458,7 @@ def test_whole_rows_are_stored_as_wide_as_the_row_allows_and_not_its_halves(
 def test_whole_rows_in_place_are_read_by_all_threads_before_one_writes(
     compiler: concurrent.futures.Executor, key_heads: int, warps: int
 ) -> None:
-    # The interpreter reads all of a tile before it writes any: it cannot tell.
+    # The interpreter reads a whole tile before it writes any of it, so it cannot test this.
     arguments = {"layout": "bshd", "dtype": "bfloat16", "heads": 16, "head_dim": 18, "rotary_dim": 18}
     arguments |= {"key_heads": key_heads}
     tile = {"block_tokens": 4, "block_heads": 16, "num_warps": warps, "whole_rows": True}
@@ -469,11 +469,11 @@ def test_whole_rows_in_place_are_read_by_all_threads_before_one_writes(
         first = min(at for at, line in enumerate(lines) if "st.global" in line)
         assert last < first
         found.append(sum("bar.sync" in line for line in lines[last:first]))
-    copied, in_place = found  # which both may wait for angles that other threads have
+    copied, in_place = found  # both may wait for angles that other threads hold
     assert in_place == copied + 1
 
 
-# Programmatic dependent launch: an instruction that the interpreter has not ---------------------------------------------
+# Programmatic dependent launch: its instruction is not in the interpreter ----------------------------------------
 
 
 def test_pdl_waits_before_it_reads(compiler: concurrent.futures.Executor) -> None:
@@ -487,7 +487,7 @@ def test_pdl_waits_before_it_reads(compiler: concurrent.futures.Executor) -> Non
         assert waits[0] < loads[0], f"{name} reads before it waits"
 
 
-# Steps of a GRU: weights and states on their way --------------------------------------------------------------------
+# Steps of a GRU: weights and states that are loaded ahead -----------------------------------------------------------
 
 
 def kernel_id(spec: GruCellSpec) -> str:
@@ -515,7 +515,7 @@ CELLS = [
 ]
 
 
-# All on Hopper, and two of three on one of the others each.
+# All are compiled for Hopper, and two of three for one other architecture each.
 CELLS_ON = [
     (spec, batch, architecture)
     for index, (spec, batch) in enumerate(CELLS)
@@ -540,7 +540,7 @@ def test_the_default_of_a_step_compiles_whatever_its_sizes(
 
 
 def _pool(name: str, **knobs: Any) -> list[tuple[Problem, Any]]:
-    """One variant for each tile, number of stages and order of loops of a problem's pool, of those with these knobs."""
+    """A variant for each tile, number of stages and order of loops of a problem's pool, among those with these knobs."""
     (problem,) = (p for p in default_problems() if p.name == name)
     found: dict[Any, tuple[Problem, Any]] = {}
     for v in legal_pool(problem, 90).variants:
@@ -555,7 +555,7 @@ def _pool(name: str, **knobs: Any) -> list[tuple[Problem, Any]]:
 def test_what_a_warpgroup_still_reads_is_not_overwritten(
     compiler: concurrent.futures.Executor, *, stacked: bool
 ) -> None:
-    """All operands of a product that is under way have as many buffers. One too few is overwritten: results were wrong at times."""
+    """All operands of a product in progress have equally many buffers. With one too few, results were wrong at times."""
     found = _pool("gru_cell_grid_bf16_200x384", form="tile", stacked=stacked, block_batch=64, block_k=64)
     products = 0
     for problem, variant in found[:: max(1, len(found) // 6)]:
@@ -576,7 +576,7 @@ def test_two_products_of_other_hardware_are_not_legal_together() -> None:
     assert rejection(spec, None, of_8, 80) is None, "warps multiply both"
 
 
-# 600 is a multiple of 8 elements, which are 16 bytes, but not of the 16 that Triton looks for by itself.
+# 16 bytes are 8 elements, which divide 600. Triton looks only for multiples of 16 elements by itself.
 @pytest.mark.thinned_on_gpu(every=2)
 @pytest.mark.parametrize("hidden", [600, 1024])
 @pytest.mark.parametrize("schedule", ["two", "one", "joint"])
@@ -604,10 +604,10 @@ def test_a_vector_step_exchanges_nothing_between_warps_but_its_results(
 ) -> None:
     spec = GruCellSpec("bfloat16", 1024, (1024,))
     _, ptx = compiler.submit(compiling.cell_code, spec, GruCellVariant("vector", 1, 4, steps * 256), 1).result()
-    # Three gates of x and of h, 1024 / 256 steps; and x and h themselves.
+    # Three gates of x and of h, 1024 / 256 steps; and the loads of x and h themselves.
     assert ptx.count("ld.global.v4") == 2 * 4 * 4
     # Triton 3.6 gives the steps of a block to different warps, and adds them up through shared memory: no default has
-    # several, and on the H200 no winner.
+    # several steps, and neither has a winner on the H200.
     crosses = steps > 1 and compiling.TRITON < (3, 7)
     assert (ptx.count("bar.sync") > 1) == crosses, "sums that cross warps are several times slower"
 
@@ -615,7 +615,7 @@ def test_a_vector_step_exchanges_nothing_between_warps_but_its_results(
 # Recurrences: launches of many steps --------------------------------------------------------------------------------
 
 
-# Every text spins, which is what it was compiled with above; each structure waits in the other ways too, of a layout in turn.
+# All texts were compiled above with "spin"; here each structure waits in the other ways too, for one layout in turn.
 EXCHANGES = {
     "spin": ("max.u16x2", "ld.relaxed.gpu"),
     "poll": ("ld.volatile.global",),
@@ -642,7 +642,7 @@ def test_a_whole_sequence_runs_all_programs_at_once_and_waits(
     ptx, spill_bytes, cooperative = compiler.submit(compiling.waiting_code, name, exchange).result()
     assert cooperative, "its programs wait for each other"
     assert spill_bytes == 0
-    # The acquire of a counter vanishes where its result is not used.
+    # The acquire of a counter is removed where its result is not used.
     for word in EXCHANGES[exchange]:
         assert word in ptx
 

@@ -1,4 +1,4 @@
-"""The kernel that pads, cuts and fills, against loops over elements."""
+"""The kernel that pads, cuts and fills, compared with loops over elements."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_as_many_programs_are_launched_as_there_are_tiles() -> None:
 
 
 def test_rows_gigabytes_apart_are_found() -> None:
-    """The last of three rows lies 2^31 elements behind the first, in memory that nothing else touches."""
+    """The last of three rows lies 2^31 elements after the first, in memory that nothing else touches."""
     x = torch.arange(6, dtype=torch.int16, device=DEVICE).view(3, 2)
-    y = torch.empty(2**32 + 2, dtype=torch.int16, device=DEVICE)[2**31 :]  # what goes wrong ends in front of it
+    y = torch.empty(2**32 + 2, dtype=torch.int16, device=DEVICE)[2**31 :]  # wrong offsets would lead in front of it
     run([copy_launch([(x, y, padded((1, 3, 2), (0, 2), 2)._replace(y_row=2**30))])])
     assert [y[at : at + 2].tolist() for at in (0, 2**30, 2**31)] == [[0, 1], [2, 3], [4, 5]]

@@ -1,4 +1,4 @@
-"""The gradient of a recurrence as compiled: no spill, weights on chip, one wait a piece of a message, one layout for its PTX."""
+"""The compiled gradient of a recurrence: no spill, weights on chip, one wait a piece of a message, one layout."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.compiler
 
-SHARED_SLACK = 8192  # bytes that the formula may count too many
+SHARED_SLACK = 8192  # bytes that the formula may count in excess
 MAX_CONVERTS = {
     "spin": 1,
     "probe": 1,
     "poll": 1,
     "counter": 4,
-}  # of layouts in the loop; sums across warps instead took 60
-TERMS = 8  # of a step: three parts of the gates and three of the state, the state itself, the gradient of the output
-RESULTS = 5  # four gradients of a token, and that of h_0
+}  # conversions of layouts in the loop; with sums across warps it took 60
+TERMS = 8  # in a step: three parts of the gates, three of the state, the state itself, the output's gradient
+RESULTS = 5  # four gradients of a token, and the gradient of h_0
 
 DEFAULTS = [
     Case(spec, ONE, default_variant(spec), architecture, "gru_backward")
@@ -69,10 +69,10 @@ def test_nothing_spills_and_all_programs_are_launched_together(
 @pytest.mark.thinned_on_gpu(every=4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_loads_its_terms_and_a_message_and_no_weight(compiler: concurrent.futures.Executor, case: Case) -> None:
-    """And stores its results, once. In turn what a tile keeps, and the gradient of h_n, are loaded at each step too."""
+    """Results are stored once. With tiles in turn, a step also loads what the tile keeps, and the gradient of h_n."""
     found, variant = compiled(compiler, case), case.variant
     terms = [f"{variant.block_hidden}x{variant.block_batch}"] * (TERMS + (2 if variant.in_turn else 0))
-    looks = 2 if exchange(case.spec, variant) == "poll" else 1  # once, and again until it is there
+    looks = 2 if exchange(case.spec, variant) == "poll" else 1  # first once, then again until the value is there
     message = [f"{variant.block_batch}x{width}" for width in widths(case)] * looks
     assert [shape for shape in found.loads if "x" in shape] == sorted(terms + message)
     assert found.stores == RESULTS + variant.in_turn

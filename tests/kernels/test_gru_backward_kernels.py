@@ -1,4 +1,4 @@
-"""The gradient of a recurrence, every structure of it, against the formula; programs in turn, where none can wait."""
+"""The gradient of a recurrence, every structure, against the formula; programs run in turn, since none can wait."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUMBERS = {  # dtype, precision
     "tf32": ("float32", "tf32"),
 }
 SMALL = GruVariant("persistent", "split", 16, 16, "poll", num_warps=2)
-WORK = 8  # programs over all steps that a case of many may have: each takes the interpreter about 10 ms
+WORK = 8  # programs over all steps in one of many cases: each takes the interpreter about 10 ms
 
 
 def spec_of(
@@ -40,7 +40,7 @@ def spec_of(
 
 
 def lengths_of(layout: str, rows: int, seq: int) -> tuple[int, ...]:
-    """All alike, or falling to 1; for cu_seqlens out of order, and every third sequence empty."""
+    """All lengths alike, or falling to 1; for cu_seqlens in any order, and every third sequence is empty."""
     if layout == "dense":
         return (seq,) * rows
     falling = [max(1, seq - row) for row in range(rows)]
@@ -66,7 +66,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "block_batch": (8, 16, 32),
     "block_hidden": (8, 16, 32, 64, 128),
     "exchange": ("poll", "counter"),
-    "turns": (1, 2, 3),  # any number is the same text
+    "turns": (1, 2, 3),  # every number has the same text
 }
 
 
@@ -84,10 +84,10 @@ def parts(knobs: dict[str, Any]) -> tuple[GruSpec, GruVariant, tuple[int, ...]]:
 
 
 def possible(knobs: dict[str, Any]) -> bool:
-    """A legal variant, quick to interpret."""
+    """Whether the variant is legal and quick to interpret."""
     spec, variant, lengths = parts(knobs)
     small = programs(spec, GruSize(len(lengths), 1), variant) * (1 + max(lengths)) <= WORK
-    # Of the two ways to wait that can be interpreted, one is not tried where there is PTX.
+    # The interpreter has two ways to wait; one of them is not tried where the text would be PTX.
     legal = rejection(spec, None, dataclasses.replace(variant, exchange="counter")) is None
     return small and legal and not (spec.thd and variant.exchange != "counter")
 
@@ -105,7 +105,7 @@ def test_every_choice_computes_what_the_formula_does(knobs: dict[str, Any]) -> N
 def test_every_declared_choice_is_tested() -> None:
     for name, values in AXES.items():
         assert {knobs[name] for knobs in COMBINATIONS} == set(values), name
-    # PTX, which the interpreter has not: see the compile tests.
+    # These are PTX, which the interpreter does not run: see the compile tests.
     assert set(choices(GruVariant)["exchange"]) - set(AXES["exchange"]) == {"spin", "probe"}
     assert {NUMBERS[numbers][0] for numbers in AXES["numbers"]} == set(DTYPES)
 
@@ -132,7 +132,7 @@ def test_pieces_of_a_message_meet_without_a_gap(hidden: int, count: int) -> None
     ],
 )
 def test_a_launch_goes_on_where_the_last_one_ended(layout: str, exchange: str, prefetch: str) -> None:
-    # One program has all units, so its own writes are all that it waits for, and it can run several steps.
+    # One program has all units, so it waits only for its own writes, and can run several steps.
     spec = spec_of("ieee", 20, layout, 2)
     variant = dataclasses.replace(SMALL, block_hidden=32, exchange=exchange, prefetch=prefetch)
     assert alone(spec, variant)
@@ -147,7 +147,7 @@ def test_a_launch_goes_on_where_the_last_one_ended(layout: str, exchange: str, p
 @pytest.mark.parametrize("directions", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_marks_are_of_their_turn_in_a_launch_of_several(layout: str, directions: int, turns: int) -> None:
-    """They are loaded a turn ahead, and of the first turn of a launch before it."""
+    """Marks are loaded one turn ahead; those of a launch's first turn are loaded before it."""
     spec, lengths = spec_of("ieee", 20, layout, directions, resets=True), lengths_of(layout, 20, 4)
     variant = GruVariant("persistent", "split", 32, 8, "counter", num_warps=2, turns=turns)
     for windows in ([(0, 5)], [(0, 2), (2, 5)]):
@@ -165,7 +165,7 @@ def test_marks_are_of_their_turn_in_a_launch_of_several(layout: str, directions:
     ],
 )
 def test_a_program_takes_tiles_in_turn_over_all_steps(layout: str, numbers: str, exchange: str, turns: int) -> None:
-    """Five tiles of rows in two or in three turns, in windows of steps: what is kept between turns and launches."""
+    """Five tiles of rows in two or three turns, in windows of steps: tests what is kept between turns and launches."""
     spec, lengths = spec_of(numbers, 20, layout), lengths_of(layout, 33, 3)
     variant = GruVariant("persistent", "split", 32, 8, exchange, num_warps=2, turns=turns)
     assert programs(spec, GruSize(33, 3), variant) == ceil_div(5, turns)
@@ -173,7 +173,7 @@ def test_a_program_takes_tiles_in_turn_over_all_steps(layout: str, numbers: str,
 
 
 class StillWaitingError(Exception):
-    """A program has looked so often that it waits."""
+    """A program has looked so often that it must be waiting."""
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU the other program runs too")
@@ -188,7 +188,7 @@ def test_a_program_waits_for_another_that_never_writes(exchange: str, monkeypatc
         def look(*arguments: Any) -> Any:
             nonlocal looks
             looks += 1
-            if looks > 300:  # all steps of both programs have some dozens
+            if looks > 300:  # all steps of both programs need some dozens
                 raise StillWaitingError
             return function(*arguments)
 
@@ -213,7 +213,7 @@ def test_a_program_waits_for_another_that_never_writes(exchange: str, monkeypatc
 
 @pytest.mark.parametrize("turns", [1, 2])
 def test_the_gradient_of_a_program_is_not_rounded_between_its_steps(turns: int) -> None:
-    # A gradient that z hardly makes smaller: rounded to float16 after each step it would stay where it is.
+    # z hardly makes this gradient smaller: if it were rounded to float16 after each step, it would not change.
     spec = spec_of("half", 8, bias=False)
     variant = GruVariant("persistent", "split", 8, 8, num_warps=2, turns=turns)
     built = build(Sequences(spec, (60,) * (1 if turns == 1 else 9)))
@@ -254,7 +254,7 @@ def test_a_row_is_computed_alike_whatever_stands_beside_it(layout: str) -> None:
     assert torch.equal(few.call.out, many.call.out[first])
 
 
-# What is no number --------------------------------------------------------------------------------------------------
+# NaN ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)
@@ -268,7 +268,7 @@ def test_nan_of_any_bits_ends_in_nan_and_never_in_what_readers_wait_for(bits: in
         tensor = getattr(built.call, name)
         place = (-1, 0, 0) if name == "grad_out" else (0, 0, 0) if name == "grad_h_n" else (0, -1, 0, 0)
         tensor.view(integers)[place] = bits >> shift
-        run_windows(built, variant)  # of all steps in one launch, readers would wait for ever
+        run_windows(built, variant)  # in one launch of all steps, readers would wait for ever
         out, first = built.call.out, built.call.grad_h_0
         messages = out[..., :60].view(integers)
         assert not bool((messages == -1).any())
@@ -283,8 +283,8 @@ def test_nan_of_any_bits_ends_in_nan_and_never_in_what_readers_wait_for(bits: in
 @pytest.mark.skipif(not INTERPRETED, reason="tensor cores cut the low bits off themselves")
 @pytest.mark.parametrize("precision", ["tf32", "ieee"])
 def test_operands_of_tf32_are_rounded_to_nearest(precision: str) -> None:
-    # 1 + 2^-11 + 2^-23 is above the middle of two numbers of TF32. The interpreter multiplies all bits: what it gives
-    # shows that half a unit was added, which the tensor cores then cut at.
+    # 1 + 2^-11 + 2^-23 lies above the middle of two TF32 numbers. The interpreter multiplies all bits, so its result
+    # shows that half a unit was added; tensor cores then cut the low bits off.
     spec = GruSpec("float32", 16, bias=False, precision=precision)
     built = build(Sequences(spec, (1,)))
     for name in ("gates", "hidden", "before", "grad_out", "weight_hh"):
@@ -303,7 +303,7 @@ def test_operands_of_tf32_are_rounded_to_nearest(precision: str) -> None:
 
 
 def test_packed_rows_which_end_at_different_steps_are_polled_for_where_others_spin() -> None:
-    """A thread that spins waits for all rows that it looks at or for none."""
+    """A thread that spins waits for all rows that it reads, or for none."""
     found = {}
     for layout in ("dense", "packed"):
         built = build(Sequences(spec_of("half", 128, layout=layout), (3, 2)))

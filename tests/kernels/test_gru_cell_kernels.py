@@ -1,4 +1,4 @@
-"""The kernels of a GRU step against the oracle, and against torch.nn.GRUCell."""
+"""The kernels of a GRU step, compared with the oracle and with torch.nn.GRUCell."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ SIZES = [(1, 1), (20, 7), (100, 17), (192, 3), (257, 3), (384, 7), (600, 1), (89
 def test_every_form_takes_any_hidden_size_and_batch(form: str, hidden: int, batch: int) -> None:
     dtype = "bfloat16" if hidden % 3 else "float32"
     tile = {
-        # Of many warps: of few, a GPU's compiler takes 20 s to spill.
+        # With many warps: with few, a GPU's compiler spills and takes 20 s.
         "split": dataclasses.replace(SPLIT, block_hidden=64, block_k=256, k_parts=4, num_warps=8),
         "tile": dataclasses.replace(TILE, block_hidden=64, schedule="joint", stacked=True),
         "vector": dataclasses.replace(VECTOR, block_hidden=32, block_k=256, num_warps=8),
@@ -95,7 +95,7 @@ def test_float32_products_may_be_ieee() -> None:
 
 
 def test_tf32_operands_are_rounded_to_nearest() -> None:
-    # 1 + 2^-11 + 2^-23 lies above the middle of two numbers of TF32: it rounds to 1 + 2^-10, cut off it would be 1.
+    # 1 + 2^-11 + 2^-23 lies above the middle between two TF32 numbers: it rounds to 1 + 2^-10; cut off it would be 1.
     spec = GruCellSpec("float32", 8, (16,), bias=False, precision="tf32")
     x, h = torch.zeros(1, 16), torch.zeros(1, 8)
     weight_ih = torch.zeros(24, 16)
@@ -132,7 +132,7 @@ def test_gates_far_out_saturate_and_never_give_nan(form: str, scale: float) -> N
 
 
 def axes_of(form: str) -> dict[str, tuple[Any, ...]]:
-    """The knobs of a form; those of compiling and launching, which change no result, at the choices there are."""
+    """The knobs of a form; knobs of compiling and launching, which change no result, with their existing choices."""
     declared = choices(GruCellVariant)
     used = {
         "split": ("block_k", "k_parts", "schedule", "num_stages", "num_warps"),
@@ -148,8 +148,8 @@ def axes_of(form: str) -> dict[str, tuple[Any, ...]]:
 
 
 def possible(knobs: dict[str, Any]) -> bool:
-    """What the text can express and a GPU has room for, whether or not it could be fast; and small enough to be interpreted."""
-    if knobs["form"] in ("split", "tile"):  # with a tenth for what the sums take; on a GPU these tests launch it
+    """Whether the text can express it, a GPU has room for it (however slow), and it is small enough to interpret."""
+    if knobs["form"] in ("split", "tile"):  # plus a tenth for the sums; on a GPU these tests launch the variant
         variant = GruCellVariant(**knobs)
         kept = variant.num_stages - int(variant.form == "split")
         if kept * stage_bytes(spec_of("float16", 19, (72, 8)), variant) > 0.9 * shared_limit(90):
@@ -158,7 +158,7 @@ def possible(knobs: dict[str, Any]) -> bool:
         return knobs["k_parts"] > 1 and knobs["block_k"] // knobs["k_parts"] >= 16
     if knobs["form"] == "vector":
         products = knobs["block_batch"] * knobs["block_hidden"] * knobs["block_k"]
-        return knobs["block_k"] >= 256 and products <= 2**13 * min(4, knobs["num_warps"])  # 256 a thread
+        return knobs["block_k"] >= 256 and products <= 2**13 * min(4, knobs["num_warps"])  # 256 elements a thread
     return knobs["form"] != "tile" or knobs["block_k"] <= 512
 
 
@@ -172,7 +172,7 @@ NUMBERS = [
 @pytest.mark.thinned_on_gpu(every=9)
 @pytest.mark.parametrize("knobs", NUMBERS, ids=lambda k: "-".join(str(v) for v in k.values()))
 def test_every_choice_of_a_knob_computes_what_the_oracle_does(knobs: dict[str, Any]) -> None:
-    # A second tile of units, or of rows where the first has many units, and neither full.
+    # There is a second tile of units, or of rows if the first has many units; neither is full.
     hidden = min(knobs["block_hidden"] + 3, 20)
     batch = min(knobs["block_batch"] + 1, 33)
     assert_right(GruCase(spec_of("float16", hidden, (72, 8)), batch), GruCellVariant(**knobs))
@@ -180,7 +180,7 @@ def test_every_choice_of_a_knob_computes_what_the_oracle_does(knobs: dict[str, A
 
 def test_every_declared_choice_is_tested() -> None:
     for name, declared in choices(GruCellVariant).items():
-        # griddepcontrol is an instruction of Hopper's, which the interpreter has not: see the compile tests.
+        # griddepcontrol is a Hopper instruction that the interpreter does not have: see the compile tests.
         interpretable = set(declared) - ({True} if name == "pdl" else set())
         assert {getattr(GruCellVariant(**knobs), name) for knobs in NUMBERS} == interpretable, name
 
@@ -223,7 +223,7 @@ def test_pools_are_neither_tiny_nor_endless_and_hold_the_default(problem: Any) -
     assert default_variant(problem.spec, problem.size) in pool
 
 
-# PyTorch's own cell -------------------------------------------------------------------------------------------------
+# PyTorch's cell -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -241,5 +241,5 @@ def test_a_step_is_that_of_pytorchs_cell(form: str, *, bias: bool) -> None:
     spec = spec_of("float32", hidden, (inputs,), bias=bias, precision="ieee")
     call = GruCellCall.of((given[0],), *given[1:])
     run_steps(launches(spec, FORMS[form], call))
-    # Inputs were rounded to float32 on the way, by 2^-24 of values below 8: a few dozen such errors in a chain.
+    # Inputs were rounded to float32, by 2^-24 of values below 8: a chain has a few dozen such errors.
     assert_close(to_numpy(call.out), want.numpy(), np.full(want.shape, 64 * 2.0**-24))

@@ -1,4 +1,4 @@
-"""The recurrence as compiled: no spill, weights on chip, one wait a piece of the columns, in a layout that the PTX can load."""
+"""The compiled recurrence: no spill, weights on chip, one wait a piece of columns, in a layout that its PTX can load."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.compiler
 
-SHARED_SLACK = 8192  # bytes that the formula may be off
-MAX_CONVERTS = 6  # of layouts in the loop where columns are split; sums across warps instead took 60
+SHARED_SLACK = 8192  # bytes by which the formula may be off
+MAX_CONVERTS = 6  # of layouts in the loop where columns are split; sums across warps took 60 instead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ OTHERS = [
     Case(bf16(1536, directions=2), waiting("staged", rows=32, warps=8, exchange="counter"), batch=32),
     Case(bf16(60), GruVariant("persistent", block_hidden=64)),
 ]
-DEFAULTS = [  # on each a launch for each step and one of all steps
+DEFAULTS = [  # for each, one launch per step and one launch of all steps
     Case(spec, default_variant(spec), architecture=architecture)
     for architecture, spec in (
         ("sm_90", bf16(512, "packed")),
@@ -109,7 +109,7 @@ def capability_of(case: Case) -> int:
 
 
 def state_loads(case: Case) -> list[str]:
-    """Shapes of the loads of rows of the state in a step: one a piece, of a stack also of those of the layer below."""
+    """Shapes of a step's loads of state rows: one for each piece; in a stack also those of the layer below."""
     each = widths(case.spec, case.variant)
     return [f"{case.variant.block_batch}x{width}" for width in each] * (2 if case.spec.stacked else 1)
 
@@ -120,7 +120,7 @@ def gate_loads(case: Case) -> list[str]:
 
 
 def tiles_of(found: Found) -> list[str]:
-    """Shapes of the loads in the loop but for those of where packed rows start, one number a row."""
+    """Shapes of the loads in the loop, without those that find where packed rows start (one number for each row)."""
     return [shape for shape in found.loads if "x" in shape]
 
 
@@ -210,7 +210,7 @@ def test_a_wait_is_one_loop_of_ptx_for_eight_loads(compiler: concurrent.futures.
 @pytest.mark.thinned_on_gpu(every=4)
 @pytest.mark.parametrize("case", [*SPINNING, *IN_TURN], ids=str)
 def test_of_few_rows_each_load_is_left_out_by_itself(compiler: concurrent.futures.Executor, case: Case) -> None:
-    """The other rows of their tile are not read: a thread has elements of several rows."""
+    """The tile's other rows are not read: a thread has elements of several rows, so each load is guarded."""
     loads = 0
     for shape in state_loads(case):
         rows, width = map(int, shape.split("x"))
@@ -275,5 +275,5 @@ def test_a_thread_adds_up_its_columns_by_itself(
 
 
 def tiles_and_numbers(found: Found) -> list[str]:
-    """Shapes of the loads in the loop, those of one number left out."""
+    """Shapes of the loads in the loop, without loads of a single number."""
     return [shape for shape in found.loads if shape != "1"]

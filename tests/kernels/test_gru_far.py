@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="a GPU has no memory without pages: there tests of many rows need it"),
 ]
 
-ROWS = 4  # that lie FAR apart
+ROWS = 4  # rows that lie FAR apart
 
 
 def ran(launch: Any) -> None:
@@ -51,7 +51,7 @@ def test_a_step_finds_rows_that_lie_gigabytes_apart(form: str, what: str) -> Non
     ("what", "axis"), [("gates_x", 0), ("gates_h", 0), ("h", 0), ("out", 0), ("h", 1), ("out", 1), ("both", 1)]
 )
 def test_the_gates_find_what_lies_gigabytes_apart(what: str, axis: int) -> None:
-    """In place a state has the strides of its caller: ``both`` is what is read and overwritten."""
+    """In place a state has its caller's strides; ``both`` is the state that is read and overwritten."""
     call, _ = build(GruCase(CELL, ROWS))
     draw = torch.Generator().manual_seed(1)
     gates = {name: torch.randn(ROWS, 24, generator=draw).half() for name in ("gates_x", "gates_h")}
@@ -115,7 +115,7 @@ def test_packed_tokens_that_lie_gigabytes_apart_are_found(layout: str, what: str
 
 
 def assert_found(spec: GruSpec, variant: GruVariant, what: str, axis: int, lengths: tuple[int, ...]) -> None:
-    """The results are those of the same numbers side by side."""
+    """The results equal those of the same numbers side by side."""
     near, apart = (gru_sequences.build(gru_sequences.Sequences(spec, lengths)) for _ in range(2))
     apart.call = dataclasses.replace(apart.call, **{what: far(getattr(apart.call, what), axis)})
     for built in (near, apart):
@@ -139,10 +139,10 @@ def test_a_gradient_finds_rows_that_lie_gigabytes_apart(
     assert_gradients_found({what: axis}, lengths, turns=turns)
 
 
-TOKENS = {"gates": 3, "hidden": 3, "before": 1, "out": 4}  # elements of a token, in hidden sizes: all lie alike
+TOKENS = {"gates": 3, "hidden": 3, "before": 1, "out": 4}  # elements of a token, in hidden sizes: all tokens lie alike
 
 
-# By cu_seqlens a token's offset is its number: the tokens of such a call have no gaps.
+# With cu_seqlens a token's offset is its number, so the tokens of such a call have no gaps.
 @pytest.mark.parametrize(("layout", "axis", "lengths"), [("dense", 1, LONG), ("dense", 2, WIDE), ("packed", 1, WIDE)])
 def test_a_gradient_finds_tokens_that_lie_gigabytes_apart(layout: str, axis: int, lengths: tuple[int, ...]) -> None:
     assert_gradients_found(dict.fromkeys(TOKENS, axis), lengths, layout)
@@ -156,7 +156,7 @@ def test_a_gradient_finds_directions_that_lie_gigabytes_apart(what: str) -> None
 def assert_gradients_found(
     apart: dict[str, int], lengths: tuple[int, ...], layout: str = "dense", directions: int = 1, turns: int = 1
 ) -> None:
-    """The results are those of the same numbers side by side; ``apart``: names of tensors, and along which axis."""
+    """The results equal those of the same numbers side by side; ``apart``: names of tensors, and an axis."""
     spec, variant = GruSpec("float16", 16, layout, directions), dataclasses.replace(SEQUENCES["split"], turns=turns)
     near, away = (gru_gradients.build(gru_gradients.Sequences(spec, lengths)) for _ in range(2))
     moved = {name: far(getattr(away.call, name), axis, FAR * TOKENS.get(name, 1)) for name, axis in apart.items()}

@@ -1,4 +1,4 @@
-"""The recurrence of a GRU over sequences, every structure of it, against the oracle; programs in turn, where none can wait."""
+"""The recurrence of a GRU, every structure, against the oracle; programs run in turn, since none can wait."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.interpreter
 
 SPLIT = GruVariant("persistent", "split", 16, 16, "poll")
 TILE = GruVariant("persistent", "tile", 32, 32, "poll")
-WORK = 16  # programs over all steps that a case of many may have: each takes the interpreter about 10 ms
+WORK = 16  # programs over all steps in one of many cases: each takes the interpreter about 10 ms
 
 
 # Every two choices together -----------------------------------------------------------------------------------------
@@ -45,19 +45,19 @@ AXES: dict[str, tuple[Any, ...]] = {
     "hidden": (1, 20, 100, 192, 257),
     "rows": (1, 3, 7, 17),
     "seq": (1, 2, 7),
-    # 256 units are what no rows fit beside in 228 KiB: below, where nothing has to fit.
-    "form": ("split", "tile"),  # "row" is test_gru_row_kernels.py's, "staged" test_gru_staged_kernels.py's
+    # With 256 units no rows fit in 228 KiB as well: that is tested below, where nothing has to fit.
+    "form": ("split", "tile"),  # test_gru_row_kernels.py has "row", test_gru_staged_kernels.py has "staged"
     "block_batch": TILE_BATCHES,
     "prefetch": choices(GruVariant)["prefetch"],
     "num_warps": TILE_WARPS,
     "block_hidden": (8, 16, 32, 64, 128),
     "exchange": ("poll", "counter"),
-    "turns": (1, 2, 3),  # any number is the same text
+    "turns": (1, 2, 3),  # every number has the same text
 }
 
 
 def parts(knobs: dict[str, Any]) -> tuple[GruSpec, GruVariant, tuple[int, ...]]:
-    resets = knobs["resets"] and SHAPES[knobs["shape"]][1] == 1  # a stack has none
+    resets = knobs["resets"] and SHAPES[knobs["shape"]][1] == 1  # a stack has no resets
     spec = spec_of(
         knobs["numbers"], knobs["hidden"], knobs["shape"], knobs["layout"], bias=knobs["bias"], resets=resets
     )
@@ -66,10 +66,10 @@ def parts(knobs: dict[str, Any]) -> tuple[GruSpec, GruVariant, tuple[int, ...]]:
 
 
 def possible(knobs: dict[str, Any]) -> bool:
-    """A legal variant of a structure that there is, quick to interpret."""
+    """Whether the variant is legal, its structure exists, and it is quick to interpret."""
     spec, variant, lengths = parts(knobs)
     small = programs(spec, GruSize(len(lengths), 1), variant) * max(lengths) <= WORK
-    # Of the two ways to wait that can be interpreted, one is not tried where there is PTX.
+    # The interpreter has two ways to wait; one of them is not tried where the text would be PTX.
     legal = rejection(spec, None, dataclasses.replace(variant, exchange="counter")) is None
     return small and legal and not (alone(spec, variant) and variant.exchange != GruVariant.exchange)
 
@@ -87,14 +87,14 @@ def test_every_choice_computes_what_the_oracle_does(knobs: dict[str, Any]) -> No
 def test_every_declared_choice_is_tested() -> None:
     for name, values in AXES.items():
         assert {knobs[name] for knobs in COMBINATIONS} == set(values), name
-    # PTX, which the interpreter has not: see the compile tests.
+    # These are PTX, which the interpreter does not run: see the compile tests.
     assert set(choices(GruVariant)["exchange"]) - set(AXES["exchange"]) == {"spin", "probe"}
     assert {NUMBERS[numbers][0] for numbers in AXES["numbers"]} == set(DTYPES)
 
 
 # Widths -------------------------------------------------------------------------------------------------------------
 
-WIDE = [  # hidden, tile: each in one, two and three pieces
+WIDE = [  # hidden, tile: each size in one, two and three pieces
     (384, dataclasses.replace(SPLIT, block_hidden=64)),
     (384, dataclasses.replace(TILE, block_hidden=128)),
     (600, dataclasses.replace(SPLIT, block_hidden=128)),
@@ -106,7 +106,7 @@ WIDE = [  # hidden, tile: each in one, two and three pieces
 @pytest.mark.skipif(not INTERPRETED, reason="the tiles are larger than a GPU has room for")
 @pytest.mark.parametrize(("hidden", "variant"), WIDE, ids=lambda v: v.form if isinstance(v, GruVariant) else str(v))
 def test_every_hidden_size_is_taken_in_pieces(hidden: int, variant: GruVariant) -> None:
-    # A tile larger than a program can hold on a GPU, so that there are few programs: the text is the same.
+    # These tiles are larger than a program can hold on a GPU, so that few programs suffice: the text is the same.
     steps = 2 if hidden < 600 else 1
     assert_right(Sequences(spec_of("half", hidden), (steps,)), variant, watch=False)
 
@@ -128,7 +128,7 @@ def test_pieces_meet_without_a_gap(hidden: int, shape: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_launch_goes_on_where_the_last_one_ended(layout: str, shape: str) -> None:
-    # One program has all units, so its own writes are all that it waits for, and it can run several steps.
+    # One program has all units, so it waits only for its own writes, and can run several steps.
     spec = spec_of("ieee", 20, shape, layout)
     variant = dataclasses.replace(SPLIT, block_hidden=32, exchange="counter")
     assert ceil_div(spec.hidden, variant.block_hidden) == 1
@@ -144,7 +144,7 @@ def test_a_launch_goes_on_where_the_last_one_ended(layout: str, shape: str) -> N
 @pytest.mark.parametrize("shape", ["layer", "both"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_marks_are_of_their_step_in_a_launch_of_several(layout: str, shape: str, prefetch: str, turns: int) -> None:
-    """They are loaded a step ahead, and of the first step of a launch before it. Rows end before others, and at a mark too."""
+    """Marks are loaded a step ahead, a launch's first ones before it. Rows end before others, and at a mark too."""
     variant = dataclasses.replace(SPLIT, block_hidden=32, exchange="counter", prefetch=prefetch, turns=turns)
     spec, lengths = spec_of("ieee", 20, shape, layout, resets=True), lengths_of(layout, 20, 5)
     for windows in ([(0, 5)], [(0, 2), (2, 5)]):
@@ -175,7 +175,7 @@ TURNS = pairwise.covering(
 def test_a_program_takes_tiles_in_turn_over_all_steps(
     numbers: str, layout: str, shape: str, exchange: str, turns: int
 ) -> None:
-    """Five tiles of rows in two or in three turns, in windows of steps: states are kept between turns and launches."""
+    """Five tiles of rows in two or three turns, in windows of steps: states are kept between turns and launches."""
     variant = GruVariant("persistent", "split", 32, 8, exchange, turns=turns)
     spec, lengths = spec_of(numbers, 20, shape, layout), lengths_of(layout, 33, 5)
     assert programs(spec, GruSize(33, 5), variant) == spec.directions * ceil_div(5, turns)
@@ -183,7 +183,7 @@ def test_a_program_takes_tiles_in_turn_over_all_steps(
 
 
 class StillWaitingError(Exception):
-    """A program has looked so often that it waits."""
+    """A program has looked so often that it must be waiting."""
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU the other program runs too")
@@ -198,7 +198,7 @@ def test_a_program_waits_for_another_that_never_writes(exchange: str, monkeypatc
         def look(*arguments: Any) -> Any:
             nonlocal looks
             looks += 1
-            if looks > 300:  # all steps of both programs have some dozens
+            if looks > 300:  # all steps of both programs need some dozens
                 raise StillWaitingError
             return function(*arguments)
 
@@ -231,7 +231,7 @@ def test_a_program_with_all_units_keeps_its_state_to_itself(numbers: str, layout
 
 
 def test_the_state_of_a_program_is_not_rounded_between_its_steps() -> None:
-    # A state that z hardly moves: rounded to float16 after each step it would stay where it is.
+    # z hardly moves this state: if it were rounded to float16 after each step, it would not change.
     spec = spec_of("half", 8, bias=False)
     variant = GruVariant("persistent", "split", 64, 16)
     built = build(Sequences(spec, (120,)))
@@ -275,11 +275,11 @@ def test_a_row_is_computed_alike_whatever_stands_beside_it(layout: str, form: st
 
 
 def first_rows(layout: str) -> list[int]:
-    """Where the tokens of the first two of 18 sequences of two steps stand."""
+    """The places of the tokens of the first two of 18 sequences of two steps."""
     return list(range(4)) if layout == "thd" else [0, 1, 18, 19]
 
 
-# What is no number --------------------------------------------------------------------------------------------------
+# NaN ----------------------------------------------------------------------------------------------------------------
 
 
 NANS = pairwise.covering(
@@ -305,8 +305,8 @@ def test_nan_of_any_bits_ends_in_nan_and_never_in_what_readers_wait_for(bits: in
     pattern = bits >> shift
     built = build(Sequences(spec, (3, 3)))
     tensor = getattr(built.call, name)
-    tensor.view(integers)[(0,) * tensor.dim()] = pattern if pattern != 0x7F80 else 0x7F81  # no infinity
-    run_windows(built, variant)  # of all steps in one launch, readers would wait for ever
+    tensor.view(integers)[(0,) * tensor.dim()] = pattern if pattern != 0x7F80 else 0x7F81  # not the infinity
+    run_windows(built, variant)  # in one launch of all steps, readers would wait for ever
     out = built.call.out
     assert not bool((out.view(integers) == -1).any())
     if name == "weight_hh" and numbers == "tf32" and not INTERPRETED and not pattern & 0x7FE000:
@@ -337,8 +337,8 @@ def test_gates_far_out_saturate(form: str) -> None:
 @pytest.mark.parametrize("form", ["split", "tile"])
 @pytest.mark.parametrize("precision", ["tf32", "ieee"])
 def test_operands_of_tf32_are_rounded_to_nearest(precision: str, form: str) -> None:
-    # 1 + 2^-11 + 2^-23 is above the middle of two numbers of TF32. The interpreter multiplies all bits: what it gives
-    # shows that half a unit was added, which the tensor cores then cut at.
+    # 1 + 2^-11 + 2^-23 lies above the middle of two TF32 numbers. The interpreter multiplies all bits, so its result
+    # shows that half a unit was added; tensor cores then cut the low bits off.
     spec = GruSpec("float32", 16, bias=False, precision=precision)
     built = build(Sequences(spec, (1,)))
     value = 1 + 2.0**-11 + 2.0**-23

@@ -1,6 +1,6 @@
-"""A step's store comes before the loads of the next step, which are made again until all is there: in the compiled code.
+"""In compiled code, a step's store comes before the next step's loads, which are repeated until all values are there.
 
-Compiled here are a few recurrences; tests/gpu compiles all that a lookup can give on the device that it runs on.
+A few recurrences are compiled here; tests/gpu compiles all that a lookup can give on the device that it runs on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SPIN, POLL, COUNTER = (
 )
 STACK = bf16(256, "thd", layers=2)
 TILE = GruVariant("persistent", "tile", 32, 32, "probe", "late")
-# Those that test_gru_compile.py has too are compiled once, by the one that comes first.
+# Cases that test_gru_compile.py has too are compiled once, by the test that comes first.
 CASES = [
     SPIN,
     POLL,
@@ -73,9 +73,9 @@ def test_a_step_is_stored_before_the_next_is_waited_for(compiler: concurrent.fut
     assert wrong(*texts(compiler, case), case.variant.exchange) == []
 
 
-# What it would say of code that is wrong ------------------------------------------------------------------------------
+# What the check finds in code that is wrong ---------------------------------------------------------------------------
 
-# In a kernel's text: each store one step later, behind the loads of that step.
+# Changes a kernel's text so that each store comes one step later, after the loads of that step.
 LATE = (
     (
         "    for i_step in range(t_begin, t_stop):\n",
@@ -169,7 +169,7 @@ def _stored_late(sass: str) -> str:
 
 
 def _loaded_early(sass: str) -> str:
-    """The wait, its label and all, right before the store."""
+    """The wait, with its label, right before the store."""
     lines, load, back, store = _parts(sass)
     wait = lines[load - 1 : back + 1]
     return "\n".join([*lines[: load - 1], *lines[back + 1 : store], *wait, *lines[store:]])

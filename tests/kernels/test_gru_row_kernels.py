@@ -1,4 +1,4 @@
-"""The recurrence with one row a program, its weights in registers, against the oracle."""
+"""The recurrence with one row a program and its weights in registers, against the oracle."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "view": ("steps", "rows", "apart"),
     "hidden": (1, 20, 33, 64, 100, 128),
     "rows": (1, 2, 4),
-    "seq": (1, 2, 3, 6),  # two steps at a time: an odd number and an even one
+    "seq": (1, 2, 3, 6),  # two steps at a time, with an odd and an even number of steps
 }
 
 
@@ -76,10 +76,10 @@ WEIGHTS = [  # dtype, hidden, elements before the weights, elements between thos
     ("float32", 64, 0, 0, 2),
     ("bfloat16", 64, 0, 0, 4),
     ("float32", 66, 0, 4, 2),  # rows of 264 bytes
-    ("bfloat16", 66, 0, 8, 1),  # of 132
+    ("bfloat16", 66, 0, 8, 1),  # rows of 132 bytes
     ("float32", 33, 0, 0, 1),
     ("float32", 64, 1, 0, 1),
-    ("float32", 64, 2, 0, 1),  # an address that 8 divides: as one that 4 does, for what a launch is known by
+    ("float32", 64, 2, 0, 1),  # 8 divides the address, but a launch is known only by whether 4 does
     ("bfloat16", 64, 4, 0, 1),
     ("float32", 64, 0, 2, 1),
 ]

@@ -1,4 +1,4 @@
-"""Form "staged" of the recurrence, against the oracle; and what a tile does with rows past the end, of every form."""
+"""Form "staged" of the recurrence against the oracle; and, for every form, what a tile does with rows past the end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STAGED = GruVariant("persistent", "staged", 16, 16, "poll", num_warps=4)
 def test_a_state_is_taken_in_pieces_of_one_width(
     layout: str, shape: str, hidden: int, stages: int, rows: int, resets: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Fewer columns and warps than tuning would try, so that there are few programs.
+    # Fewer columns and warps than tuning would try, so that few programs suffice.
     monkeypatch.setattr(gru_variant, "STAGE_BYTES", 128 * STAGED.block_batch * 2)
     exchange = "poll" if resets else "counter"
     variant = dataclasses.replace(STAGED, exchange=exchange, prefetch="late" if stages == 2 else "early")
@@ -60,7 +60,7 @@ def test_weights_that_have_no_room_are_read_at_each_step(
 
 
 def test_each_direction_and_tile_counts_for_itself() -> None:
-    spec = spec_of("half", 16, "both")  # of one tile of units: a program waits for itself alone
+    spec = spec_of("half", 16, "both")  # one tile of units: each program waits only for itself
     built = build(Sequences(spec, (3,) * 17), DEVICE)
     built.call.counters.zero_()
     with mended_interpreter():
@@ -108,12 +108,12 @@ def test_a_launch_says_what_rows_past_the_end_are() -> None:
 
     assert said(20) == said(40) == said(20, form="staged") == "others"
     assert said(32) == said(64) == "last"
-    # Few rows, that would be read many times; and by few programs, or less often.
+    # Few rows, which would be read many times; also by few programs, or read less often.
     assert said(1) == said(33) == said(37) == said(1, form="staged") == "unread"
     assert said(33, hidden=128) == said(39) == "others"
     assert said(1, hidden=128) == said(7, hidden=128) == "unread"  # there is no full tile, which would take longer
     turns = {"turns": 2, "prefetch": "early"}
-    assert said(80, **turns) == said(64, **turns) == "last"  # finding the others at each turn takes longer
+    assert said(80, **turns) == said(64, **turns) == "last"  # finding the other rows in each turn takes longer
     assert said(69, **turns) == "unread"
 
 

@@ -1,6 +1,6 @@
 """Programs of one launch that wait for each other, each in a process of its own: all of them end.
 
-Elsewhere the interpreter runs the programs one after another, a step at a time, so that nothing is waited for.
+In other tests the interpreter runs programs one after another, a step at a time, so that no program ever waits.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ pytestmark = [
 ]
 
 TURNS = GruVariant("persistent", "split", 16, 8, "poll", turns=2)
-END_SECONDS = 120.0  # it takes 2; who waits for what never comes waits for ever
-# Of two tiles of 8 sequences, which the same programs have in turn.
+END_SECONDS = 120.0  # normally 2 s; a program that waits for a value that never comes waits for ever
+# Two tiles of 8 sequences, which the same programs take in turn.
 LENGTHS = {
     "the second is empty": (3,) * 8 + (0,) * 8,
     "the first sequence and the second are empty": (0, *(3,) * 7) + (0,) * 8,
@@ -59,7 +59,7 @@ def test_all_programs_end_whatever_is_empty(lengths: tuple[int, ...], directions
     for field in dataclasses.fields(call):
         if isinstance(shared := getattr(call, field.name), torch.Tensor):
             shared.share_memory_()
-    as_integers(call.out).fill_(-1)  # what is waited for
+    as_integers(call.out).fill_(-1)  # programs wait until these bits change
     launch = sequence(spec, TURNS, call, 0, call.seq)
     waiting = {forked(functools.partial(run_one, launch, program)) for program in range(launch.programs)}
     until = time.monotonic() + END_SECONDS

@@ -1,4 +1,4 @@
-"""The kernels of a linear over segments against NumPy's float64."""
+"""The kernels of a linear over segments, compared with NumPy's float64."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def axes_of(form: str) -> dict[str, tuple[Any, ...]]:
 
 
 def possible(knobs: dict[str, Any]) -> bool:
-    """What the text can express and a GPU has room for, and small enough to be interpreted."""
+    """Whether the text can express it, a GPU has room for it, and it is small enough to interpret."""
     variant = LinearCatVariant(**knobs)
-    if not variant.is_vector:  # with a tenth for the sums; on a GPU these tests launch it
+    if not variant.is_vector:  # plus a tenth for the sums; on a GPU these tests launch the variant
         needed = variant.num_stages * stage_bytes(spec_of("float16", (40, 8), 19), variant)
         if needed > 0.9 * shared_limit(90):
             return False
     if knobs["form"] == "vector":
         products = knobs["block_rows"] * knobs["block_columns"] * knobs["block_k"]
-        return knobs["block_k"] >= 256 and products <= 2**13 * min(4, knobs["num_warps"])  # 256 a thread
+        return knobs["block_k"] >= 256 and products <= 2**13 * min(4, knobs["num_warps"])  # 256 elements a thread
     return knobs["block_columns"] >= 16 and knobs["block_k"] <= 512
 
 
@@ -79,14 +79,14 @@ NUMBERS = [k for form in FORMS for k in pairwise.covering(pairwise.product(axes_
 @pytest.mark.thinned_on_gpu(every=7)
 @pytest.mark.parametrize("knobs", NUMBERS, ids=lambda k: "-".join(str(v) for v in k.values()))
 def test_every_choice_of_a_knob_computes_what_the_oracle_does(knobs: dict[str, Any]) -> None:
-    # A second tile of columns, or of rows where the first has many columns, and neither full.
+    # There is a second tile of columns, or of rows if the first has many columns; neither is full.
     outputs, rows = min(knobs["block_columns"] + 3, 20), min(knobs["block_rows"] + 1, 33)
     assert_right(spec_of("float16", (40, 8), outputs), rows, LinearCatVariant(**knobs))
 
 
 def test_every_declared_choice_is_tested() -> None:
     for name, declared in choices(LinearCatVariant).items():
-        # griddepcontrol is an instruction of Hopper's, which the interpreter has not: see the compile tests.
+        # griddepcontrol is a Hopper instruction that the interpreter does not have: see the compile tests.
         interpretable = set(declared) - ({True} if name == "pdl" else set())
         assert {getattr(LinearCatVariant(**knobs), name) for knobs in NUMBERS} == interpretable, name
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter in less time: it gives what it gave, and refuses what it refused."""
+"""The faster interpreter of the tests gives and refuses what Triton's interpreter does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.interpreter
 
 
 def told(how: str) -> dict[str, str]:
-    """What a process says of the kernels; tests interpret in less time, so it takes one to see what Triton does."""
+    """What a process says of the kernels. Tests use the faster interpreter, so it takes a process to see Triton's."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = python("-m", "tests.support.interpreting", how, environment=environment)
     assert done.returncode == 0, done.stderr

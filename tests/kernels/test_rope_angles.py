@@ -1,4 +1,4 @@
-"""Kernels of the gradient of angles, by the interpreter: every text and setting against float64, and sums in one order."""
+"""Kernels of the gradient of angles, interpreted: every text and setting against float64, and sums in a fixed order."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ OTHERS: dict[str, Any] = {
         (2, 1, 20, 20),
         (4, -2, 16, 8),
         (4, 3, 6, 2),
-    ),  # negative: heads that are copied
+    ),  # negative: this many heads are copied
     "positions": (*POSITIONS[:-1], "axes", "ranks"),
     "angle_entries": ANGLE_ENTRIES,
     "conjugate": (False, True),
     "scaled": (False, True),
     "angles_per_batch": (False, True),
 }
-# Every two values of the others that can meet, over the texts in turn.
+# Every two values of the other axes that can meet, over the texts in turn.
 ROWS = pairwise.covering(pairwise.sample(OTHERS, lambda _: True, 4000))
 
 
@@ -75,7 +75,7 @@ CASES = [spec_of(index) for index in range(len(ROWS))]
 
 
 def variant_of(spec: RopeSpec, seed: int) -> RopeVariant:
-    """A legal variant, drawn; that of small tiles if none is."""
+    """A legal variant, drawn at random; one with small tiles if no draw is legal."""
     tiles = [RopeVariant(t, h, num_warps=w) for t in (1, 2, 4) for h in (1, 2, 4) for w in (1, 2)]
     legal = [one for one in tiles if rejection(spec, SIZE, one) is None]
     return random.Random(seed).choice(legal) if legal else dataclasses.replace(default_variant(spec, SIZE), pdl=False)
@@ -103,7 +103,7 @@ def _whole(spec: RopeSpec, call: RopeCall, x: torch.Tensor) -> list[torch.Tensor
 
 
 def of_tables(spec: RopeSpec, call: RopeCall) -> list[torch.Tensor]:
-    """The gradients of the angles, from what the kernel wrote."""
+    """The gradients of the angles, made from the kernel's results."""
     of_tokens = call.angle_grad.view(token_angles(spec, call.seq, call.batch))
     return [t for t in spread(spec, call, list(of_tokens)) if t is not None]
 
@@ -132,7 +132,7 @@ def test_every_text_and_setting_is_right(index: int) -> None:
 
 
 def test_tokens_of_no_sequence_add_nothing() -> None:
-    """Whatever stands there: the padding of a batch may be NaN."""
+    """Whatever their memory holds: the padding of a batch may be NaN."""
     spec = RopeSpec("thd", "float32", 3, 8, 8, angles="freqs", key_heads=2, direction="backward", angle_gradient=True)
     found = []
     for stands in (0.0, torch.nan):
@@ -148,7 +148,7 @@ def test_tokens_of_no_sequence_add_nothing() -> None:
 
 
 def test_copied_heads_add_nothing() -> None:
-    """As the values of a packed qkv, whose gradients may be infinite."""
+    """For example the values of a packed qkv, whose gradients may be infinite."""
     spec = RopeSpec(
         "bshd", "float32", 5, 8, 8, angles="cos_sin", copied_heads=2, direction="backward", angle_gradient=True
     )

@@ -1,4 +1,4 @@
-"""Kernels of a rotation whose key and value go to a cache, by the interpreter: every text and setting against float64."""
+"""Kernels of a rotation that writes key and value to a cache, interpreted: every text and setting against float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.interpreter,
     pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_rope_append.py has these on a GPU"),
 ]
-SIZE = RopeSize(1, 21)  # the 16th token has no place
+SIZE = RopeSize(1, 21)  # the 16th token has no slot
 TEXTS = [
     {"norm": norm, "style": style, "angles": angles}
     for norm, style, angles in itertools.product(("", "head"), STYLES, ANGLES)
@@ -64,7 +64,7 @@ CASES = [spec_of(index) for index in range(COUNT)]
 
 
 def variant_of(spec: RopeSpec, seed: int) -> RopeVariant:
-    """A legal variant, drawn; that of small tiles if none is."""
+    """A legal variant, drawn at random; one with small tiles if no draw is legal."""
     rng = random.Random(seed)
     tiles = [RopeVariant(t, h, num_warps=w) for t in (1, 2, 4) for h in (2, 4, 8, 16) for w in (1, 2, 4) if t * h > 4]
     legal = [one for one in tiles if rejection(spec, SIZE, one) is None]

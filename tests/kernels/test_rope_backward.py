@@ -30,7 +30,7 @@ SPECS = [
     RopeSpec(dtype="float32", heads=3, head_dim=16, direction="backward", **dict(zip(CHOICES, values, strict=True)))
     for values in itertools.product(LAYOUTS, (16, 10), STYLES, ANGLES, ANGLE_ENTRIES)
 ]
-# Each text with each other choice, and any two choices together.
+# Each text with each other choice, and every two choices together.
 CASES = pairwise.covering(
     {"text": kernel_name(spec, variant), "order": variant.order, **{n: getattr(spec, n) for n in CHOICES}}
     for spec, variant in itertools.product(SPECS, SCHEDULES)
@@ -38,7 +38,7 @@ CASES = pairwise.covering(
 
 
 def formula(spec: RopeSpec, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x * cos + exchanged * sin, x [seq, batch, heads, head_dim], cos and sin [seq, batch, entries], as models write it."""
+    """x * cos + exchanged * sin, as models write it; x [seq, batch, heads, head_dim], cos and sin [seq, batch, entries]."""
     if spec.angle_entries == "pair":
         cos, sin = (
             torch.repeat_interleave(a, 2, -1) if spec.style == "interleaved" else torch.cat((a, a), -1)
@@ -55,7 +55,7 @@ def formula(spec: RopeSpec, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
 
 
 def gradient(spec: RopeSpec, cos: np.ndarray, sin: np.ndarray, grad: np.ndarray) -> np.ndarray:
-    """What autograd makes of the formula: the map is linear, so it needs no x."""
+    """Autograd's gradient of the formula; the formula is linear, so it needs no x."""
     x = torch.zeros(grad.shape, dtype=torch.float64, requires_grad=True)
     formula(spec, x, torch.from_numpy(cos), torch.from_numpy(sin)).backward(torch.from_numpy(grad))
     return x.grad.numpy()
@@ -86,7 +86,7 @@ def test_backward_after_forward_gives_back_x_where_a_pair_shares_its_angle(spec:
     )
     back.call.x.copy_(built.call.out)
     back.run(SCHEDULES[0])
-    # Two roundings, the first turned by an orthogonal map: at most twice the bound of a pair, in each feature.
+    # Two roundings, the first of them then rotated: at most twice the bound of a pair, in each feature.
     assert_close(to_numpy(canonical(back.call.out, spec.layout)), built.x_before, 4 * bound)
 
 
@@ -101,5 +101,5 @@ def test_a_pair_with_two_angles_is_transposed_not_turned_back(style: str) -> Non
     forward_of_minus = formula(
         spec, torch.from_numpy(built.x_before), torch.from_numpy(built.cos), torch.from_numpy(-built.sin)
     ).numpy()
-    # Else the case would not tell the transpose from the rotation by minus the angle.
+    # Otherwise the case would not distinguish the transpose from the rotation by minus the angle.
     assert abs(got - forward_of_minus).max() > 0.1

@@ -1,4 +1,4 @@
-"""Every emitted kernel of complete RoPE calls, in the interpreter (or on the GPU where there is one), against the oracle."""
+"""Every kernel of complete RoPE calls, interpreted (or on the GPU where there is one), against the oracle."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOKENS_FIRST = RopeVariant(block_tokens=4, block_heads=2, order="tokens", cache=
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_kernel_rotates_query_and_key_as_the_oracle_does(name: str) -> None:
-    # Tiles that hold rows of both tensors: 5 heads and 2, 4 rows at a time.
+    # Tiles contain rows of both tensors: 5 heads and 2 heads, 4 rows at a time.
     spec, variant = TEXTS[name]
     whole = dataclasses.replace(spec, dtype="float32", heads=5, key_heads=2, head_dim=12, rotary_dim=12)
     partial = dataclasses.replace(
@@ -60,14 +60,14 @@ def test_every_kernel_rotates_query_and_key_as_the_oracle_does(name: str) -> Non
 
 
 def test_every_emitted_kernel_of_complete_calls_is_among_those_tested() -> None:
-    # Those that put pairs apart are in test_rope_mla.
+    # test_rope_mla has the kernels that put pairs apart.
     emitted = {name for name in structures() if name.startswith("rope_complete_")}
     assert set(TEXTS) == {name for name in emitted if "_deinterleave_" not in name}
 
 
 def spec_for(knobs: dict[str, Any]) -> RopeSpec:
-    """A spec that a variant fits: two tiles of rows, the last of one head, the key's, and a tail to copy."""
-    # Of aligned halves, or of wide rows, a tile of whole rows is not tried.
+    """A spec that a variant fits: two tiles of rows, the last with one head of the key, and a tail to copy."""
+    # Tiles of whole rows are not tried if halves are aligned or rows are wide.
     dims = (30, 22) if knobs["whole_rows"] else (48, 32)
     return RopeSpec("bshd", "float32", knobs["block_heads"], *dims, key_heads=1, angles="cos_sin", positions="starts")
 
@@ -77,14 +77,14 @@ NUMBERS = numbers(spec_for)
 
 @pytest.mark.parametrize("knobs", NUMBERS, ids=lambda k: "-".join(f"{v}" or "none" for v in k.values()))
 def test_every_choice_of_a_knob_rotates_as_the_oracle_does(knobs: dict[str, Any]) -> None:
-    # Two tiles of tokens, the last of one token.
+    # Two tiles of tokens; the last tile has one token.
     case = RopeCase(spec_for(knobs), seq=knobs["block_tokens"] + 1, batch=2, angle_rows=20, starts=(3, 0))
     assert_right(case, RopeVariant(**knobs))
 
 
 def test_every_declared_choice_is_tested() -> None:
     for name, declared in choices(RopeVariant).items():
-        if name == "resident":  # of norms, which have tests of their own
+        if name == "resident":  # a knob of norms, which have their own tests
             continue
         assert {knobs[name] for knobs in NUMBERS} == set(declared) - ({True} if name == "pdl" else set()), name
 
@@ -145,7 +145,7 @@ def test_offsets_outside_of_the_angles_give_nan_and_read_nothing(positions: str,
 @pytest.mark.parametrize("places", ["shifted", "offset", "starts", "ids"])
 @pytest.mark.parametrize("position", [100_001, 2**24 + 1, 2**31 - 9], ids=str)
 def test_large_positions_are_as_right_as_small_ones(places: str, position: int) -> None:
-    # The position is rounded to float32, past 2^24 too, and so is its product with the rate.
+    # The position is rounded to float32, also past 2^24, and so is its product with the rate.
     spec = dataclasses.replace(SMALL, layout="bshd", positions=places, angles="inv_freq")
     case = RopeCase(spec, seq=5, batch=2, starts=position, index_dtype="int64")
     if places == "starts":
@@ -163,7 +163,7 @@ def test_rows_far_down_a_table_are_found() -> None:
 
 
 def test_positions_before_the_first_turn_back_with_inv_freq() -> None:
-    # As left padding gives them.
+    # Left padding gives such positions.
     spec = dataclasses.replace(SMALL, layout="sbhd", angles="inv_freq", positions="starts", scaled=True)
     assert_right(RopeCase(spec, seq=7, batch=2, starts=(-3, 2), scaling=1.3), GRID)
 
@@ -219,7 +219,7 @@ def test_packed_tokens_find_their_positions_and_padding_stays(
         assert_right(case, GRID)
 
 
-# Around the powers of the fan of the search.
+# Sizes around the powers of the search's fan.
 @pytest.mark.parametrize("sequences", [1, 63, 64, 65, 4095, 4097])
 def test_a_token_finds_its_sequence_among_any_number(sequences: int) -> None:
     draw = torch.Generator().manual_seed(sequences)
@@ -230,7 +230,7 @@ def test_a_token_finds_its_sequence_among_any_number(sequences: int) -> None:
         RopeCase(spec, seq=40, cu_seqlens=bounds, angle_rows=99, starts=starts),
         RopeVariant(block_tokens=8, block_heads=4),
     )
-    # Two tokens a sequence on each of two ranks.
+    # Each sequence has two tokens on each of two ranks.
     spec = dataclasses.replace(SMALL, context_parallel=True)
     late = tuple(4 * max(0, 20 - sequences + index) for index in range(sequences + 1))
     case = RopeCase(spec, seq=40, cu_seqlens=late, angle_rows=99, cp_size=2, cp_rank=1)
@@ -291,7 +291,7 @@ def test_the_conjugate_of_a_call_gives_back_what_it_rotated(style: str) -> None:
     back.run(GRID)
     for got, before in ((back.call.out, built.x_before), (back.call.key_out, built.key_before)):
         _, bound = wanted(built, before)
-        # Two roundings, the first turned by an orthogonal map: at most twice the bound of a pair, in each feature.
+        # Two roundings, the first of them then rotated: at most twice the bound of a pair, in each feature.
         assert_close(to_numpy(canonical(got, "bshd")), before, 4 * bound)
 
 
@@ -303,7 +303,7 @@ def test_the_conjugate_of_a_call_gives_back_what_it_rotated(style: str) -> None:
 def test_tuning_holds_any_call_against_a_reference_that_the_kernels_meet(row: dict[str, Any]) -> None:
     spec = spec_of(row)
     call = probe(inputs(spec, RopeSize(2, 6), DEVICE, 0))
-    want, bound = reference(spec, call)  # before the call: in place it overwrites what it is given
+    want, bound = reference(spec, call)  # before the call, because a call in place overwrites its input
     before = call.x.clone()
     run(launches(spec, GRID, call))
     bound = 2 * bound if truncates(spec.dtype) else bound

@@ -1,4 +1,4 @@
-"""RoPE where a few elements lie gigabytes apart: every offset is 64-bit, of features and of entries too."""
+"""RoPE where a few elements lie gigabytes apart: every offset is 64-bit, also those of features and of entries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tuned.families.rope.variant import RopeVariant
 pytestmark = pytest.mark.interpreter
 
 DIM, PAIRS = 8, 4  # features that lie FAR apart
-PAGES = 500_000  # that may be touched: a copy of the storage would be millions
+PAGES = 500_000  # pages that may be touched: a copy of the whole storage would touch millions
 
 PLAIN = RopeSpec("bshd", "float16", 1, DIM, DIM, angles="cos_sin", angle_dtype="float16", angle_entries="feature")
 FORMS = {
@@ -66,12 +66,12 @@ def test_what_lies_gigabytes_apart_is_found(name: str, what: str) -> None:
 
     angle_dtype = getattr(torch, spec.angle_dtype)
     x, key = values(DIM, torch.float16, "x"), values(DIM, torch.float16, "key")
-    if what in ("x", "key") and spec.key_heads:  # features of both are stepped through by one stride
+    if what in ("x", "key") and spec.key_heads:  # one stride is used for the features of both
         x, key = (t if t.stride(0) == FAR else far(t) for t in (x, key))
     out, key_out = x, key
     if not spec.inplace:
         out, key_out = values(DIM, torch.float16, "out").zero_(), values(DIM, torch.float16, "out").zero_()
-    # The second of two rows is read: its position is 1.
+    # The second of two rows of angles is read, since the position is 1.
     turned = [values(spec.rotary_dim, angle_dtype, "angles") for _ in range(1 if spec.computes_sincos else 2)]
     step = turned[0].stride(0)
     starts = None
@@ -87,7 +87,7 @@ def test_what_lies_gigabytes_apart_is_found(name: str, what: str) -> None:
     more: dict[str, Any] = {"offset": 0}
     if spec.takes_rates:
         spec, more = dataclasses.replace(spec, positions="shifted"), {"offset": 1}
-    if starts is not None:  # of three sequences two are empty; of two rows of angles the last is taken
+    if starts is not None:  # two of three sequences are empty; the last of two rows of angles is read
         more = {
             "cu_seqlens": torch.tensor([0, 0, 0, 1], dtype=torch.int32),
             "sequences": 3,

@@ -1,4 +1,4 @@
-"""Every emitted RoPE kernel of plain calls and every knob, in the interpreter (or on the GPU where there is one), against the oracle."""
+"""Every RoPE kernel of plain calls and every knob, interpreted (or on a GPU if there is one), against the oracle."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ TEXTS = {
 
 
 def case_of(spec: RopeSpec, **rest: Any) -> RopeCase:
-    """A call of a few tokens, ragged in every tile, packed where the layout is."""
+    """A call of a few tokens that fill no tile evenly, packed where the layout is."""
     if spec.packed:
         return RopeCase(spec, **{"seq": PACKED_SEQ, "cu_seqlens": PACKED, **rest})
     return RopeCase(spec, **{"seq": 7, "batch": 2, **rest})
 
 
 def small(spec: RopeSpec, head_dim: int, **rest: Any) -> RopeSpec:
-    """The same text with 5 heads, 12 features of which rotate."""
+    """The same text with 5 heads of ``head_dim``, of which 12 features rotate."""
     return dataclasses.replace(spec, heads=5, head_dim=head_dim, rotary_dim=12, **rest)
 
 
@@ -77,7 +77,7 @@ def test_the_table_kernel_writes_sine_and_cosine_and_nothing_else(strides: tuple
     run([Launch(PROBE_KERNEL, 2, (freqs, tables[1], tables[2], rows, *strides), constants, {"num_warps": 4})])
     assert bool(tables[[0, 3]].isnan().all()), "it wrote beside its tables"
     angles = to_numpy(freqs)
-    # 2 units in the last place of a value of at most 1: CUDA's documented bound.
+    # CUDA's documented bound: 2 units in the last place of a value of at most 1.
     assert_close(to_numpy(tables[1]), np.cos(angles), np.full(angles.shape, 2 * oracle.U32))
     assert_close(to_numpy(tables[2]), np.sin(angles), np.full(angles.shape, 2 * oracle.U32))
 
@@ -90,7 +90,7 @@ NUMBERS = numbers(spec_for)
 
 @pytest.mark.parametrize("knobs", NUMBERS, ids=lambda k: "-".join(f"{v}" or "none" for v in k.values()))
 def test_every_choice_of_a_knob_rotates_as_the_oracle_does(knobs: dict[str, Any]) -> None:
-    # Two tiles of tokens, the last of one token.
+    # Two tiles of tokens; the last tile has one token.
     case = RopeCase(spec_for(knobs), seq=knobs["block_tokens"] + 1, batch=2)
     assert_right(case, RopeVariant(**knobs))
 
@@ -127,14 +127,14 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "x_view": ("contiguous", "qkv", "swapped", "transposed", "offset", "expanded"),
     "out_view": ("contiguous", "swapped", "offset"),
     "angle_view": ("contiguous", "strided", "transposed"),
-    "longer": (0, 5),  # rows of angles past the sequence
+    "longer": (0, 5),  # more rows of angles than the sequence has
     "schedule": ("default", "tokens first", "whole rows"),
 }
 
 
 def schedule_of(name: str, spec: RopeSpec) -> RopeVariant:
     """A variant that walks over the tiles in another order."""
-    # The interpreter knows no kernel before this one.
+    # The interpreter has no kernel before this one.
     default = dataclasses.replace(default_variant(spec), block_tokens=4, block_heads=4, pdl=False)
     return {
         "default": default,
@@ -144,7 +144,7 @@ def schedule_of(name: str, spec: RopeSpec) -> RopeVariant:
 
 
 def possible(row: dict[str, Any]) -> bool:
-    """What a caller can ask for, and a schedule that means something for it."""
+    """Whether a caller can ask for it, and the schedule makes a difference for it."""
     return not (
         (row["use"] == "inplace" and (row["x_view"] == "expanded" or row["out_view"] != "contiguous"))
         or (row["layout"] == "thd" and row["batch"] > 1)
@@ -154,7 +154,7 @@ def possible(row: dict[str, Any]) -> bool:
 
 
 def row_id(row: dict[str, Any]) -> str:
-    """The kernel's name and what is not in it."""
+    """The kernel's name, and the values that are not in it."""
     spec = spec_of(row)
     rest = (row["dtype"], *row["dims"], f"h{row['heads']}", f"s{row['seq']}", f"b{row['batch']}", row["entries"])
     return "-".join(
@@ -163,7 +163,7 @@ def row_id(row: dict[str, Any]) -> str:
     )
 
 
-# 6,000 draws hold practically every pair of values that can meet: the rarest is drawn about a hundred times.
+# 6,000 draws hold practically every pair of values that can meet: the rarest pair is drawn about a hundred times.
 ROWS = pairwise.covering(pairwise.sample(ARGUMENTS, possible, 6000))
 
 
@@ -221,7 +221,7 @@ def test_packed_tokens_take_positions_from_cu_seqlens_and_padding_stays(
     assert_right(case, RopeVariant(block_tokens=4, block_heads=4))
 
 
-# Around the powers of any fan that a search may take at a time, and of two; copied and in place in turn.
+# Sizes around the powers of each fan that a search may use, and of two; copied and in place in turn.
 FANS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 257, 1023, 1024, 1025, 4095, 4097)
 
 
@@ -230,7 +230,7 @@ def test_a_token_finds_its_sequence_among_any_number(sequences: int, *, inplace:
     spec = RopeSpec("thd", "float16", 3, 12, 8, inplace=inplace)
     bounds = many_bounds(sequences, 40)
     assert_right(RopeCase(spec, seq=40, cu_seqlens=bounds), RopeVariant(block_tokens=8, block_heads=4))
-    # The same, with each of the last tokens in a sequence of its own: the end of the search.
+    # The same, but each of the last tokens is in its own sequence: the end of the search.
     late = tuple(max(0, 40 - sequences + index) for index in range(sequences + 1))
     assert_right(RopeCase(spec, seq=40, cu_seqlens=late), RopeVariant(block_tokens=8, block_heads=4))
 
@@ -238,7 +238,7 @@ def test_a_token_finds_its_sequence_among_any_number(sequences: int, *, inplace:
 @pytest.mark.parametrize("rows", [0, 1, 4])
 @pytest.mark.parametrize("spec", THD_SPECS, ids=lambda s: kernel_name(s, RopeVariant()))
 def test_positions_past_the_angles_give_nan_and_read_nothing(spec: RopeSpec, rows: int) -> None:
-    # assert_right checks every address that is loaded: nothing beside the rows that there are.
+    # assert_right checks every address that is loaded: only the rows that exist are read.
     case = RopeCase(spec, seq=11, cu_seqlens=(0, 6, 9), angle_rows=rows)
     assert_right(case, RopeVariant(block_tokens=4, block_heads=4))
 
@@ -248,14 +248,14 @@ def test_positions_past_the_angles_give_nan_and_read_nothing(spec: RopeSpec, row
 
 @pytest.mark.parametrize("scale", [1e5, 1e7, 1e30], ids=str)
 def test_large_angles_are_as_right_as_small_ones(scale: float) -> None:
-    # A float32 angle is an exact number, however large: its sine is held against float64's of the same number.
+    # A float32 angle is an exact number, however large: compare its sine with float64's sine of the same number.
     case = RopeCase(RopeSpec("bshd", "float32", 3, 32, 32), seq=13, angle_scale=scale)
     assert_right(case, RopeVariant(block_tokens=8, block_heads=4))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the GPU's own rounding is tested with every bfloat16 case")
 def test_the_interpreter_truncates_bfloat16() -> None:
-    # Why tests.support.run.truncates allows a whole unit there: when this fails, the allowance can go.
+    # This is why tests.support.run.truncates allows a whole unit: when this test fails, the allowance can go.
     case = RopeCase(RopeSpec("bshd", "bfloat16", 8, 64, 64), seq=16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.support.rope_case.truncates", lambda _: False)

@@ -1,4 +1,4 @@
-"""Kernels of MLA by the interpreter: key and value of kv, the transpose, and queries whose pairs are put apart."""
+"""Kernels of MLA, interpreted: key and value from kv, the transpose, and queries whose pairs are put apart."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_rope_mla.py has these on a GPU"),
 ]
 SIZE = RopeSize(2, 5)
-# What a call does: make a key and a value, or take their gradients; or rotate a query, whose pairs are put apart.
+# A call either makes a key and a value, or takes their gradients, or rotates a query whose pairs are put apart.
 WAYS = [
     *({"direction": d, "value": True, "style": s} for d in ("forward", "backward") for s in ("half", "interleaved")),
     *({"direction": d, "value": True, "deinterleaves": True} for d in ("forward", "backward")),
@@ -40,13 +40,13 @@ TEXTS = [way | {"angles": angles} for way, angles in itertools.product(WAYS, ANG
 OTHERS: dict[str, Any] = {
     "layout": LAYOUTS,
     "dtype": ("float32", "bfloat16", "float16"),
-    "shape": ((4, 8, 8, 8), (3, 12, 4, 20), (1, 5, 6, 3), (5, 16, 2, 8)),  # heads, features kept, rotated, of the value
+    "shape": ((4, 8, 8, 8), (3, 12, 4, 20), (1, 5, 6, 3), (5, 16, 2, 8)),  # heads; features kept, rotated, of the value
     "positions": (*POSITIONS[:-1], "axes"),
     "angle_entries": ANGLE_ENTRIES,
     "conjugate": (False, True),
 }
 ROWS = pairwise.covering(pairwise.product(OTHERS, lambda _: True))
-COUNT = max(len(ROWS), len(TEXTS) + 13)  # with another row for half of the texts
+COUNT = max(len(ROWS), len(TEXTS) + 13)  # half of the texts get a second row
 
 
 def spec_of(index: int) -> RopeSpec:
@@ -57,7 +57,7 @@ def spec_of(index: int) -> RopeSpec:
     if row.pop("value", False):
         row["value_dim"] = value
     else:
-        row["key_heads"] = index % 3  # of a second tensor, rotated in the same launch
+        row["key_heads"] = index % 3  # heads of a second tensor, rotated in the same launch
     return RopeSpec(heads=heads, head_dim=kept + rotary, rotary_dim=rotary, rotated="last", **row)
 
 
@@ -65,7 +65,7 @@ CASES = [spec_of(index) for index in range(COUNT)]
 
 
 def variant_of(spec: RopeSpec, seed: int) -> RopeVariant:
-    """A legal variant, drawn; that of small tiles if none is."""
+    """A legal variant, drawn at random; one with small tiles if no draw is legal."""
     tiles = itertools.product((1, 2, 4), (1, 2, 4), ("heads", "tokens"), (1, 2))
     variants = [RopeVariant(t, h, order=order, num_warps=w) for t, h, order, w in tiles]
     legal = [one for one in variants if rejection(spec, SIZE, one) is None]
@@ -97,7 +97,7 @@ def test_every_text_and_setting_is_right(index: int) -> None:
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_what_is_wrong_is_seen(direction: str) -> None:
-    """The bound is no bar that anything passes: with k_pe of another token, or a head that is left out, the check fails."""
+    """The bound is strict enough: with k_pe of another token, or gradients a thousandth too large, the check fails."""
     spec = RopeSpec("bshd", "float32", 3, 12, 8, rotated="last", angles="cos_sin", value_dim=4, direction=direction)
     work = WORKLOADS["rope"]
     call = probe(work.inputs(spec, SIZE, "cpu", 0))
@@ -123,7 +123,7 @@ def test_each_run_sums_the_heads_in_one_order() -> None:
 @pytest.mark.parametrize("what", ["x", "key"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_what_lies_gigabytes_apart_is_found(direction: str, what: str, axis: int) -> None:
-    """Of kv and k_pe, and of the gradients of key and value."""
+    """Elements of kv and k_pe, and of the gradients of key and value."""
     torch.manual_seed(0)
     shapes = ((3, 10), (1, 4)) if direction == "forward" else ((3, 10), (3, 4))
     x, key = (torch.randn(1, 3, *shape) for shape in shapes)

@@ -1,4 +1,4 @@
-"""Kernels of a rotation with a norm, by the interpreter: every text and setting against float64; the weights' gradients too."""
+"""Kernels of a rotation with a norm, interpreted: every text and setting, and weights' gradients, against float64."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ OTHERS: dict[str, Any] = {
     "zero_centered": (False, True),
     "conjugate": (False, True),
 }
-# Every two values of the others that can meet, over the texts in turn; and each text twice.
+# Every two values of the other axes that can meet, over the texts in turn; each text occurs twice.
 ROWS = pairwise.covering(pairwise.product(OTHERS, lambda _: True))
 COUNT = max(len(ROWS), 2 * len(TEXTS))
 
@@ -81,7 +81,7 @@ CASES = [spec_of(index) for index in range(COUNT)]
 
 
 def variant_of(spec: RopeSpec, seed: int) -> RopeVariant:
-    """A legal variant, drawn; that of small tiles if none is."""
+    """A legal variant, drawn at random; one with small tiles if no draw is legal."""
     rng = random.Random(seed)
     tiles = [RopeVariant(t, h, num_warps=w) for t in (1, 2, 4) for h in (1, 2, 4, 8) for w in (1, 2, 4)]
     legal = [one for one in tiles if rejection(spec, SIZE, one) is None]
@@ -123,7 +123,7 @@ def test_every_number_of_resident_warps_is_tested() -> None:
 def test_programs_that_take_tile_after_tile_are_right(
     norm: str, inplace: bool, resident: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all batch entries, the last tile with fewer tokens than the others."""
+    """Programs take the tiles of all batch entries; the last tile of an entry has fewer tokens than the others."""
     monkeypatch.setattr(rope_variant, "MULTIPROCESSORS", 3)
     spec = RopeSpec("bshd", "float32", 3, 8, 4, angles="cos_sin", key_heads=2, norm=norm, inplace=inplace)
     size, work = RopeSize(2, 19), WORKLOADS["rope"]
@@ -138,7 +138,7 @@ def test_programs_that_take_tile_after_tile_are_right(
 
 
 def test_a_tile_too_large_to_wait_has_a_program_of_its_own() -> None:
-    """As a row may have it that is another call's."""
+    """A row of another call may have such a variant."""
     spec = RopeSpec("bshd", "float32", 128, 128, 128, angles="cos_sin", key_heads=128, norm="all")
     few, each = RopeVariant(1, 8, num_warps=8, resident=8), RopeVariant(1, 8, num_warps=8)
     assert rope_variant.stages(spec, few) == 1
@@ -146,7 +146,7 @@ def test_a_tile_too_large_to_wait_has_a_program_of_its_own() -> None:
 
 
 def test_a_norm_that_is_not_taken_is_seen() -> None:
-    """The bound is no bar that anything passes: without the norm, or with another eps, the check fails."""
+    """The bound is strict enough: with another eps or another weight the check fails."""
     spec = RopeSpec("bshd", "float32", 3, 8, 8, angles="cos_sin", key_heads=2, norm="head")
     call = probe(inputs(spec, SIZE, "cpu", 0))
     work = WORKLOADS["rope"]
@@ -164,7 +164,7 @@ def test_a_norm_that_is_not_taken_is_seen() -> None:
 def test_the_weights_gradients_are_sums_over_all_tokens(
     norm: str, key_heads: int, rotary: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With programs that take many tiles, some, or one each, and parts that are added in one turn or in many."""
+    """Programs take many tiles, some tiles or one each; their parts are added in one turn or in several."""
     monkeypatch.setattr(rope_variant, "MULTIPROCESSORS", most)
     monkeypatch.setattr(rope_variant, "LEAST_RESIDENT", 1)
     monkeypatch.setattr(rope_launches, "PARTS_AT_ONCE", 4)
@@ -207,7 +207,7 @@ def test_each_run_adds_the_parts_in_one_order() -> None:
 
 @pytest.mark.parametrize("norm", ["head", "all"])
 def test_an_eps_of_0_leaves_the_weights_gradients_finite(norm: str) -> None:
-    """Tiles have places for tokens and heads that are not there: 1 / sqrt(0 + 0) of them is no part of a sum."""
+    """Tiles contain places without a token or head: their 1 / sqrt(0 + 0) must not enter a sum."""
     spec = RopeSpec("bshd", "float32", 3, 8, 8, angles="cos_sin", key_heads=2, norm=norm, direction="backward")
     whole = dataclasses.replace(default_variant(spec, SIZE), pdl=False)
     found = []
@@ -222,7 +222,7 @@ def test_an_eps_of_0_leaves_the_weights_gradients_finite(norm: str) -> None:
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("rotary", [8, 4])
 def test_each_rounding_has_bits_of_its_own(inplace: bool, rotary: int) -> None:
-    """Those of PyTorch's operators, which are those of models' own code; but for a last bit of the norm, here and there."""
+    """The bits are those of PyTorch's operators, as in models' code; the norm may differ in a last bit here and there."""
     found = {}
     for rounding in ROUNDINGS:
         spec = RopeSpec(
@@ -244,7 +244,7 @@ def _unlike(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _parted(spec: RopeSpec, call: RopeCall) -> RopeCall:
-    """The query and the key of a call whose rows lie in one tensor, as tensors of their own."""
+    """The query and the key of a call, whose rows lie in one tensor, as separate tensors."""
     rows = call.batch * call.seq * spec.heads
     x, key = (
         t.view(call.batch, call.seq, n, spec.head_dim)

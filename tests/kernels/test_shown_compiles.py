@@ -1,4 +1,4 @@
-"""Files of `tune.py show` compile for GPUs below sm_90 too: what only newer ones have is chosen when a file runs."""
+"""Files of `tune.py show` compile for GPUs below sm_90 too: features of newer GPUs are chosen when the file runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sine and cosine that kernels take, over the whole of float32."""
+"""The sine and cosine that kernels compute, over the whole range of float32."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_what_has_no_sine_is_nan() -> None:
 def test_no_kernel_adds_two_halves_of_a_word_at_once(
     compiler: concurrent.futures.Executor, style: str, entries: str
 ) -> None:
-    # ptxas 12.8, of Triton 3.6 and 3.7, loses the constant of some such additions; a tile of two angles a thread, which
-    # LLVM makes them for, had wrong cosines. Only where Triton 3.6 compiles were there any.
+    # ptxas 12.8, in Triton 3.6 and 3.7, loses the constant of some such additions, which LLVM makes for a tile of two
+    # angles a thread: its cosines were wrong. Only kernels compiled by Triton 3.6 had such additions.
     found = []
     for dtype, knobs in (
         ("float32", {"block_tokens": 4, "block_heads": 2, "num_warps": 2, "pdl": True}),

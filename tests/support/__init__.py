@@ -1,1 +1,1 @@
-"""What tests share: no test stands here, and no test imports another test's file."""
+"""What tests share. No test is in this folder, and no test imports another test's file."""

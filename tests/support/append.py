@@ -1,4 +1,4 @@
-"""Calls that write a cache: tensors as serving libraries hold them, the same by a loop, and the way of GPU tensors on a CPU."""
+"""Calls that write a cache: tensors as serving libraries hold them, a reference by loops, and GPU dispatch of CPU tensors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PAGES, PAGE_SIZE = 5, 4
-ROWS = 40  # of the table
-SAVED = (3, 17, -1, 8, 0, 19, 12)  # a place for each token, of 20
+ROWS = 40  # of the tables of angles
+SAVED = (3, 17, -1, 8, 0, 19, 12)  # the slot of each token, of 20 slots; -1: not saved
 FLOAT8 = torch.float8_e4m3fn
 
 
@@ -31,7 +31,7 @@ class Made:
 
     tensors: dict[str, torch.Tensor]  # q, k, v, key_cache, value_cache, slot_mapping
     named: dict[str, Any]
-    storages: list[torch.Tensor]  # all memory that q, k, v and the caches lie in
+    storages: list[torch.Tensor]  # the memory of q, k, v and the caches, with what lies around them
 
     def call(self, **changes: Any) -> torch.Tensor:
         return rope_append_(**{**self.tensors, **self.named, **changes})
@@ -46,7 +46,7 @@ def make(
     dtype: torch.dtype = torch.float32,
     cache: torch.dtype | None = None,
     layout: str = "NHD",
-    lies: str = "packed",  # caches of their own; "together": as FlashInfer's; "beside": in turn within a page
+    lies: str = "packed",  # separate caches; "together": as FlashInfer's; "beside": keys and values in turn within a page
     slots: tuple[int, ...] = SAVED,
     tokens: int = len(SAVED),
     norm: bool = False,
@@ -55,7 +55,7 @@ def make(
     seed: int = 0,
     **named: Any,
 ) -> Made:
-    """Views of one qkv, pages whose places hold numbers of their own, and canaries around the pages."""
+    """Views of one qkv, cache pages filled with random numbers, and a canary page before and after them."""
     draw = torch.Generator(device).manual_seed(seed)
     qkv = torch.randn(tokens, heads + 2 * key_heads, dim, generator=draw, device=device).to(dtype)
     q, k, v = qkv[:, :heads], qkv[:, heads : heads + key_heads], qkv[:, heads + key_heads :]
@@ -79,7 +79,7 @@ def make(
 
 
 def by_hand(made: Made, **changes: Any) -> dict[str, torch.Tensor]:
-    """What the call leaves, a row at a time: q, k and both caches; of float8 the numbers in float64 before they are rounded."""
+    """What the call leaves in q, k and both caches, computed row by row in float64 and not rounded to the cache's dtype."""
     t, named = made.tensors, made.named | changes
     rows = named["positions"].tolist()
     cos, sin = named["cos"].double(), named["sin"].double()
@@ -119,7 +119,7 @@ GPU = Gpu("a_card_without_a_table", 90, 132)
 
 
 class Launches:
-    """How often kernels were launched publicly and directly."""
+    """Counts of public and direct launches."""
 
     def __init__(self) -> None:
         self.public = self.direct = 0
@@ -127,7 +127,7 @@ class Launches:
 
 @contextlib.contextmanager
 def interpreted(gpu: Gpu = GPU) -> Iterator[Launches]:
-    """Inside, CPU tensors go the way of GPU tensors, and Triton's interpreter runs the kernels."""
+    """Inside, CPU tensors take the code path of GPU tensors, and Triton's interpreter runs the kernels."""
     plan, seen = tuned.calls.rope.plan, Launches()
     append = tuned.calls.rope.append
 

@@ -1,4 +1,4 @@
-"""No further from float64 than PyTorch."""
+"""Whether results are as close to float64 as PyTorch's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-WORSE = 1.1  # how many times the error of PyTorch's own module is still as good
+WORSE = 1.1  # an error of so many times that of PyTorch's module still passes
 
 
 def data_of(x: Any) -> torch.Tensor:
@@ -15,7 +15,7 @@ def data_of(x: Any) -> torch.Tensor:
 
 
 def assert_as_good(found: Any, theirs: Any, exact: Any, worse: float = WORSE) -> None:
-    """The root mean square error against float64 is at most that of PyTorch's, but for one rounding of the dtype."""
+    """The root mean square error against float64 is at most ``worse`` times that of PyTorch, plus one rounding of the dtype."""
     for a, b, c in zip(found, theirs, exact, strict=True):
         ours, reference, wanted = data_of(a), data_of(b), data_of(c)
         assert (ours.shape, ours.dtype) == (reference.shape, reference.dtype)

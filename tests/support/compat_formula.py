@@ -1,4 +1,4 @@
-"""RoPE from its definition in float64, and calls of other libraries held against it, values and gradients."""
+"""RoPE from its definition in float64, and a check of calls against it, values and gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REQUIRED = inspect.Parameter.empty
 
 
 def signature(function: Callable[..., Any]) -> tuple[tuple[str, Any], ...]:
-    """Names and defaults in order, of arguments that can be given by place and by name."""
+    """Names and defaults of the parameters in order; all of them must take arguments by position and by name."""
     parameters = inspect.signature(function).parameters.values()
     assert {p.kind for p in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
     return tuple((p.name, p.default) for p in parameters)
@@ -32,7 +32,7 @@ def tables(rows: int, pairs: int, seed: int = 9, dtype: torch.dtype = torch.floa
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
-    """x [..., heads, head_dim] turned by one entry a pair, cos and sin [..., pairs], in float64."""
+    """x [..., heads, head_dim] rotated in float64; cos and sin [..., pairs] have one entry a pair."""
     order = (lambda a: a.repeat_interleave(2, -1)) if interleaved else (lambda a: torch.cat((a, a), -1))
     return rotated_by_feature(x, order(cos.double()), order(sin.double()), interleaved=interleaved)
 
@@ -40,7 +40,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleave
 def rotated_by_feature(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
 ) -> torch.Tensor:
-    """x [..., heads, head_dim] turned by one entry a feature, cos and sin [..., rotary_dim], in float64."""
+    """x [..., heads, head_dim] rotated in float64; cos and sin [..., rotary_dim] have one entry a feature."""
     x, cos, sin = x.double(), cos.double()[..., None, :], sin.double()[..., None, :]
     rotary = cos.shape[-1]
     feature = torch.arange(rotary)
@@ -61,7 +61,7 @@ def assert_agree(call: Callable[..., Any], formula: Callable[..., Any], *inputs:
 
 
 def _results(function: Callable[..., Any], leaves: list[torch.Tensor]) -> tuple[Any, Any]:
-    """The tensors that ``function`` makes of the leaves, and the gradients for one fixed gradient of each."""
+    """The results of ``function`` for the leaves, and the leaves' gradients for a fixed gradient of each result."""
     for leaf in leaves:
         leaf.requires_grad_()
     outs = function(*leaves)
@@ -72,6 +72,6 @@ def _results(function: Callable[..., Any], leaves: list[torch.Tensor]) -> tuple[
 
 
 def _assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    """One rounding to the dtype of ``got``, and float32 arithmetic before it."""
+    """Equal up to float32 arithmetic and one rounding to the dtype of ``got``."""
     ulp = torch.finfo(got.dtype).eps
     torch.testing.assert_close(got.double(), want.double(), rtol=ulp, atol=4e-6)

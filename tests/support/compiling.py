@@ -1,7 +1,7 @@
-"""Compile kernels for named architectures in a process of its own, where Triton compiles and does not interpret.
+"""Compile kernels for named architectures in a separate process, where Triton compiles and does not interpret.
 
 Whether @triton.jit makes a compiled or an interpreted kernel is settled when the kernel is defined, so one process
-cannot do both. What is called here by name runs there, and only plain values come back.
+cannot do both. Tests submit these functions by name to the compiling process, and only plain values come back.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 TRITON = tuple(
     int(part) for part in importlib.metadata.version("triton").split(".")[:2]
-)  # what holds for one of them says so
+)  # major and minor; a test that holds for one version only says so
 
 
 def _compile_for_real() -> None:
@@ -39,7 +39,7 @@ def _compile_for_real() -> None:
     import generator.measuring.compile  # noqa: F401, PLC0415 - imports Triton
 
     gc.collect()
-    gc.freeze()  # no collection of garbage looks at what is imported: a twentieth of the time of a compilation
+    gc.freeze()  # the garbage collector then skips all imported objects: saves a twentieth of the time of a compilation
 
 
 def process() -> concurrent.futures.ProcessPoolExecutor:
@@ -59,7 +59,7 @@ class Needs:
 
 @functools.cache
 def default_launches(capability: int = 90) -> dict[str, Launch]:
-    """Kernel name -> the launch that a call of it gets untuned; tensors are on the device "meta"."""
+    """Kernel name -> the launch that an untuned call of the kernel gets; tensors are on the device "meta"."""
     import torch  # noqa: PLC0415 - what follows imports Triton
 
     from generator.families.rope import reference as rope  # noqa: PLC0415
@@ -99,7 +99,7 @@ def default_launches(capability: int = 90) -> dict[str, Launch]:
 
 
 def product_launches(capability: int = 90) -> dict[str, Launch]:
-    """Kernel name -> the launch that an untuned GRU step or linear over segments gets, at a size that takes its form."""
+    """Kernel name -> the launch that an untuned GRU step or linear over segments gets, at sizes that select each form."""
     from generator.families.gru_cell import reference as gru_cell  # noqa: PLC0415 - as above
     from generator.families.gru_cell.texts import gru_gates_specs  # noqa: PLC0415
     from generator.families.linear_cat import reference as linear_cat  # noqa: PLC0415
@@ -139,11 +139,11 @@ def recurrences(exchange: str) -> dict[str, Launch]:
 
     found = {}
     for text, structure in gru_texts():
-        # A tile holds more: with twice the units or rows it spills, which tuning would drop.
+        # A tile could hold more, but with twice the units or rows the kernel spills, and tuning would drop it.
         hidden = 256 if structure.form == "split" else 128
         spec = dataclasses.replace(text, hidden=hidden)
         variant = dataclasses.replace(structure, exchange=exchange, block_hidden=16, block_batch=16)
-        if structure.by_row:  # has one variant, which waits for nothing
+        if structure.by_row:  # the form "row" has one variant, whose program waits for no other
             variant = row_variant(spec.hidden)
         if structure.staged:  # several pieces
             spec = text
@@ -154,7 +154,7 @@ def recurrences(exchange: str) -> dict[str, Launch]:
 
 @functools.cache
 def gradients() -> dict[str, Launch]:
-    """Kernel name -> the launch of the gradient of a whole sequence, for every text of it; by cu_seqlens it counts."""
+    """Kernel name -> the launch of the gradient of a whole sequence, for every text of it; "thd" has the exchange "counter"."""
     from generator.families.gru_backward import reference as gru_backward  # noqa: PLC0415 - as above
     from generator.families.gru_backward.texts import texts  # noqa: PLC0415
     from tuned.families.gru.spec import GruSize  # noqa: PLC0415
@@ -172,7 +172,7 @@ def gradients() -> dict[str, Launch]:
 
 
 def waiting_code(name: str, exchange: str) -> tuple[str, int, bool]:
-    """PTX of a whole sequence on sm_90, bytes that it spills, and whether its launcher makes all programs run at once."""
+    """PTX of a whole sequence on sm_90, bytes that it spills, and whether its launch is cooperative: all programs at once."""
     from generator.measuring.compile import compile_launch, resources, target_of  # noqa: PLC0415
 
     launch, target = recurrences(exchange)[name], target_of("sm_90")
@@ -182,7 +182,7 @@ def waiting_code(name: str, exchange: str) -> tuple[str, int, bool]:
 
 
 def staged_steps(strategy: str) -> tuple[int, list[list[tuple[int, int]]]]:
-    """How often a stage compiles for a strategy of six steps; and of each of its thunks, the steps of every launch."""
+    """How often a stage compiles for a call of six steps; and for each of its thunks, the steps (begin, end) of every launch."""
     import torch  # noqa: PLC0415 - as above
 
     from generator.measuring import stage as module  # noqa: PLC0415
@@ -217,7 +217,7 @@ def needs(name: str, architecture: str) -> Needs:
 
     launches = default_launches() if architecture.startswith("sm_") else default_launches(0)
     if architecture != "sm_90":
-        launches = launches | recurrences("poll")  # what spins is PTX of sm_90
+        launches = launches | recurrences("poll")  # the exchange "spin" is PTX of sm_90
     found = resources(launches[name], target_of(architecture))
     return Needs(found.registers, found.spill_bytes)
 
@@ -229,7 +229,7 @@ def instructions(cubin: bytes) -> list[str]:
     from generator.disk import write_if_different  # noqa: PLC0415
     from generator.places import cache_folder  # noqa: PLC0415
 
-    # Kept beside what the compiler reports of kernels: disassembling takes a quarter of a second.
+    # The text is kept in the cache, beside the compiler's reports: disassembling takes a quarter of a second.
     digest = hashlib.sha256(cubin + importlib.metadata.version("triton").encode()).hexdigest()
     kept = cache_folder("disassembled") / f"{digest}.txt"
     if not kept.exists():
@@ -244,16 +244,16 @@ def instructions(cubin: bytes) -> list[str]:
 
 
 def machine_code(cubin: bytes) -> bytes:
-    """The bytes of a cubin's .text section, where no name is: disassembling takes a quarter of a second, this nothing."""
+    """The bytes of a cubin's .text section, which holds no names. It takes no time; disassembling takes 0.25 s."""
     table, width, count, names = (*struct.unpack_from("<Q", cubin, 0x28), *struct.unpack_from("<3H", cubin, 0x3A))
-    # Of each section header: name, type, flags, address, offset, size (ELF-64 specification, figure 8).
+    # The fields of a section header: name, type, flags, address, offset, size (ELF-64 specification, figure 8).
     sections = [struct.unpack_from("<IIQQQQ", cubin, table + width * index) for index in range(count)]
     strings = sections[names][4]
     (text,) = (s for s in sections if cubin[strings + s[0] :].startswith(b".text."))
     return cubin[text[4] : text[4] + text[5]]
 
 
-# Of sm_90, whose instructions have 128 bits: which access the lowest 12 of them are, and what is moved by bits 73 to 75.
+# Instructions of sm_90 have 128 bits. The lowest 12 say which access it is, bits 73 to 75 how many bits it moves.
 ACCESSES = {0x981: "LDG", 0x986: "STG", 0xFAE: "LDGSTS"}
 MOVED = (8, 8, 16, 16, 32, 64, 128)  # signed and unsigned
 
@@ -283,7 +283,8 @@ def code_digests(architecture: str) -> dict[str, str]:
     from generator.measuring.compile import compile_launch, resources, target_of  # noqa: PLC0415
 
     target, found = target_of(architecture), {}
-    # Another process may compile each of them for its needs, the first first: what one has compiled the other finds.
+    # Another process may be compiling the same launches for `needs`, from the first on. This one starts at the last, so that each
+    # finds what the other has compiled.
     for name, launch in sorted(default_launches().items(), reverse=True):
         resources(launch, target)
         found[name] = hashlib.sha256(machine_code(compile_launch(launch, target).asm["cubin"])).hexdigest()
@@ -337,12 +338,12 @@ def widths(
         moved = tuple(_moved(t, key_shift) if name in ("key", "key_out") else t for name, t in arguments)
         launch = dataclasses.replace(launch, arguments=moved)
     target = target_of("sm_90")
-    resources(launch, target)  # which another test may ask for, and Triton's cache forgets
+    resources(launch, target)  # keeps the report for another test: Triton's cache may have forgotten the kernel
     return accesses(compile_launch(launch, target).asm["cubin"])
 
 
 def _moved(tensor: Any, elements: int) -> Any:
-    """A tensor as the compiler sees it, some elements further on."""
+    """The tensor with an address that is some elements further on, which is all that the compiler sees of it."""
     import torch  # noqa: PLC0415 - as above
 
     address = tensor.data_ptr() + elements * tensor.element_size()
@@ -351,7 +352,7 @@ def _moved(tensor: Any, elements: int) -> Any:
 
 
 def pool_failures(problem: Problem, first: int, step: int) -> tuple[int, dict[str, str]]:
-    """How many of every ``step``th variants of a problem's pool from ``first`` there are, and what is wrong with which."""
+    """Compile every ``step``th variant of a pool from ``first`` on: their number, and variant -> what is wrong with it."""
     from generator.processes.compiler import compile_variant  # noqa: PLC0415
     from generator.searching.pool import legal_pool  # noqa: PLC0415
 
@@ -399,7 +400,7 @@ def cell_code(spec: GruCellSpec, variant: GruCellVariant, batch: int) -> tuple[N
 
 
 def buffers_of_products(problem: Problem, variant: Any) -> list[tuple[int, ...]]:
-    """Of each product by warpgroups that a variant's kernel leaves unfinished, on sm_90: how many buffers its operands have."""
+    """How many buffers the operands of each asynchronous warpgroup product have, in a variant's kernel on sm_90."""
     from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
     from generator.workload import WORKLOADS  # noqa: PLC0415
     from tuned.families.launch import Launch  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""Copies of rows as templates/copy_rows.py.jinja makes them, and what they give by loops over elements."""
+"""Copies of rows as templates/copy_rows.py.jinja makes them, and their results by loops over elements."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tuned.launching.launcher import INTEGERS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-MARK = 77  # what no copy writes
+MARK = 77  # a value that no copy writes
 
 
 @dataclasses.dataclass(frozen=True)
 class Copied:
-    """One copy: a flat x, which starts at an odd element, and a flat y, of which some is left as it was."""
+    """One copy: a flat x that starts at an odd element, and a flat y, some of which the copy leaves unchanged."""
 
     x: torch.Tensor
     y: torch.Tensor
@@ -29,7 +29,7 @@ class Copied:
 
 
 def expected(one: Copied) -> torch.Tensor:
-    """What y holds afterwards."""
+    """What y holds after the copy."""
     x, y, rows = one.x.tolist(), one.y.tolist(), one.rows
     for row in range(rows.rows):
         group, held = divmod(row, rows.group)
@@ -42,7 +42,7 @@ def expected(one: Copied) -> torch.Tensor:
 
 
 def drawn(draw: random.Random, dtype: torch.dtype) -> Copied:
-    """Any copy: padded, cut, filled, of strided rows, and into rows that lie apart."""
+    """A random copy: rows may be padded, cut, filled or strided, and go into rows with gaps."""
     group, groups = draw.randint(1, 19), draw.randint(1, 4)
     width, given = draw.randint(1, 150), draw.choice((0, draw.randint(1, 150)))
     parts = draw.randint(1, 3)
@@ -72,7 +72,7 @@ def _copied(draw: random.Random, rows: Rows, dtype: torch.dtype) -> Copied:
 
 
 def by_loops(every: Sequence[Rows], like: torch.Tensor) -> Callable[[tuple[int, ...]], None]:
-    """What launches copies of tensors on the CPU, by loops, in the place of ``tuned.calls.gru.padding.launches_of``."""
+    """Stands for ``tuned.calls.gru.padding.launches_of``: a function that copies CPU tensors by loops."""
     dtype = INTEGERS[like.element_size()]
 
     def at(address: int, elements: int) -> torch.Tensor:
@@ -90,7 +90,7 @@ def by_loops(every: Sequence[Rows], like: torch.Tensor) -> Callable[[tuple[int, 
 
 
 def assert_right(copies: Sequence[Copied]) -> None:
-    """One launch of up to six gives what loops give, and writes nothing else."""
+    """One launch of up to six copies gives what loops give, and writes nothing else."""
     wanted = [expected(one) for one in copies]
     run([copy_launch([(one.x, one.y, one.rows) for one in copies])])
     for one, want in zip(copies, wanted, strict=True):
@@ -98,7 +98,7 @@ def assert_right(copies: Sequence[Copied]) -> None:
 
 
 def check(seed: int) -> None:
-    """``assert_right`` of any number of copies."""
+    """``assert_right`` of one to six random copies."""
     draw = random.Random(seed)
     dtype = draw.choice((torch.int16, torch.int32))
     assert_right([drawn(draw, dtype) for _ in range(draw.randint(1, 6))])

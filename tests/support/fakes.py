@@ -1,4 +1,4 @@
-"""A worker, a stopwatch and a compiler that need no GPU: the search runs on a landscape that is known."""
+"""A worker and a compiler that need no GPU: the search runs on a known landscape."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fine(problem: Problem, variant: Any) -> tuple[Resources, ...]:
 
 @dataclasses.dataclass
 class FakeCompiler(concurrent.futures.Executor):
-    """Answers at once, with what ``report`` says of a variant."""
+    """Answers at once with ``report`` of the variant."""
 
     report: Callable[[Problem, Any], Any] = fine
     asked: list[Any] = dataclasses.field(default_factory=list)
@@ -57,7 +57,7 @@ class FakeCompiler(concurrent.futures.Executor):
 
 @dataclasses.dataclass
 class FakeWorker:
-    """Measures by ``cost``, which may raise; keeps what it was asked."""
+    """Measures by ``cost``, which may raise; remembers what it measured and staged."""
 
     cost: Callable[[Problem, Any], float]
     measured: list[Any] = dataclasses.field(default_factory=list)
@@ -69,12 +69,12 @@ class FakeWorker:
     stop_after: int | None = None  # measurements after which a user presses Ctrl-C
 
     def start(self) -> None:
-        """A new process."""
+        """Start a new process."""
         self.starts += 1
         self.alive, self.problem = True, None
 
     def stop(self) -> None:
-        """The end of the process."""
+        """End the process."""
         self.alive = False
 
     def _must_live(self) -> None:

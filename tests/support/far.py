@@ -1,7 +1,7 @@
-"""Tensors whose elements lie gigabytes apart, in address space alone: no page between two of them is touched.
+"""Tensors whose elements lie gigabytes apart in address space; the pages between them are never touched.
 
-The storage begins far before the first element, so that an offset which wraps around reads and writes zeros there, and does
-not end the process.
+The storage begins far before the first element, so that an offset that wraps around reads or writes zeros there instead of
+ending the process.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import mmap
 import pytest
 import torch
 
-FAR = 2**30  # elements: the product with the third of an axis on does not fit into 32 bits
-BEFORE = 3 * 2**31  # elements: three products of 32 bits can lead so far before the first
-NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's, which Python names from 3.13 on
+FAR = 2**30  # elements: from index 2 on, index * FAR does not fit into 32 bits
+BEFORE = 3 * 2**31  # elements: three 32-bit products can lead this far before the first element
+NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value; Python has the name from 3.13 on
 
 
 def far(values: torch.Tensor, axis: int = 0, apart: int = FAR) -> torch.Tensor:
-    """The values in a storage in which neighbours along one axis are so many elements apart."""
+    """The values, in a storage where neighbours along ``axis`` are ``apart`` elements apart."""
     near = torch.empty(values.shape[:axis] + values.shape[axis + 1 :]).stride()
     strides = (*near[:axis], apart, *near[axis:])
     elements = BEFORE + sum((n - 1) * step for n, step in zip(values.shape, strides, strict=True)) + 1

@@ -21,9 +21,9 @@ T, B, FEATURES, H = 5, 3, 6, 4
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[GruCall]:
-    """The calls of ``gru`` that came to its kernels, for which PyTorch in float64 stands in, on the CPU.
+    """The calls of ``gru`` that reached its kernels; PyTorch in float64 stands for the kernels, on the CPU.
 
-    Of gradients no row says that kernels are faster.
+    No row says that kernels are faster for gradients, so PyTorch's operators serve these.
     """
     calls: list[GruCall] = []
 

@@ -16,7 +16,7 @@ BOUNDS = [0, 1, 3, 6]
 
 
 def tensors(device: str = "cpu") -> dict[str, Any]:
-    """What all calls below take."""
+    """The tensors that the calls below take."""
     return {
         "x": torch.randn(T, B, FEATURES, device=device),
         "rows": torch.randn(6, FEATURES, device=device),
@@ -43,13 +43,13 @@ CALLS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 class Model(torch.nn.Module):
-    """A model that knows nothing of tuned."""
+    """A model of PyTorch's layers that does not use tuned."""
 
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.cell = torch.nn.GRU(FEATURES, H, 2, batch_first=True), torch.nn.GRUCell(H, H)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The last step's state, once more."""
+        """The output of the last step, after one more step of the cell."""
         output, h_n = self.encoder(x)
         return self.cell(output[:, -1], h_n[0])

@@ -1,4 +1,4 @@
-"""One step of a GRU with tensors of any strides, held against the oracle."""
+"""One step of a GRU with tensors of any strides, checked against the oracle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tuned.families.gru_cell.variant import GruCellVariant
     from tuned.families.launch import Step
 
-WATCHED = 64  # hidden size up to which every address is looked at: millions take a minute
+WATCHED = 64  # the largest hidden size at which every address is checked: millions take a minute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class GruCase:
 
 
 def build(case: GruCase) -> tuple[GruCellCall, dict[str, Any]]:
-    """The call, and the guarded tensors below its tensors."""
+    """The call, and the guarded tensors that its tensors are views of."""
     spec, dtype = case.spec, getattr(torch, case.spec.dtype)
     draw = torch.Generator().manual_seed(case.seed)
     bases: dict[str, Any] = {}
@@ -68,16 +68,17 @@ def build(case: GruCase) -> tuple[GruCellCall, dict[str, Any]]:
 
 
 def operand_error(spec: Any) -> float:
-    """Relative error of a product of two operands, whose sum is in float32: K terms, and what TF32 rounds away.
+    """Relative error of a product of two operands: that of a float32 sum of K terms, and the rounding of operands to TF32.
 
-    The interpreter multiplies the rounded operands exactly; 2^-11 each, and hardly ever all with one sign.
+    The interpreter multiplies the rounded operands exactly. Each is off by 2^-11 at most, and the errors hardly ever all have
+    one sign.
     """
     terms = 2.0**-24 * (spec.input_size + 8)
     return terms + (2 * 2.0**-11 if spec.precision == "tf32" else 0.0)
 
 
 def wanted(spec: GruCellSpec, call: GruCellCall, *, stored: bool) -> tuple[np.ndarray, np.ndarray]:
-    """h' and the error allowed, from the tensors as they are now; ``stored``: both products were rounded to the dtype."""
+    """h' and the error allowed, from the present values of the tensors; ``stored``: both products are rounded to the dtype."""
     no_bias = np.zeros(3 * spec.hidden)
     b_ih, b_hh = (to_numpy(call.bias_ih), to_numpy(call.bias_hh)) if spec.bias else (no_bias, no_bias)
     x, h = np.concatenate([to_numpy(t) for t in call.segments], -1), to_numpy(call.h)
@@ -99,13 +100,13 @@ def wanted(spec: GruCellSpec, call: GruCellCall, *, stored: bool) -> tuple[np.nd
 
 
 def run_steps(steps: Iterable[Step]) -> None:
-    """Every step in order, kernels as the templates give them now."""
+    """Run every step in order, with kernels as the templates render them now."""
     for step in steps:
         run_step(step, lambda launch: run([launch]))
 
 
 def assert_right(case: GruCase, variant: GruCellVariant) -> torch.Tensor:
-    """Run a case and hold it against the oracle; returns h'."""
+    """Run a case and check it against the oracle; returns h'."""
     call, bases = build(case)
     before = {name: base.clone() for name, base in bases.items()}
     library = variant.form == "library"
@@ -132,7 +133,7 @@ def assert_right(case: GruCase, variant: GruCellVariant) -> torch.Tensor:
 
 
 def assert_traffic_right(case: GruCase, call: GruCellCall, gates: tuple[Any, ...], traffic: Traffic) -> None:
-    """No address outside the tensors, each element of h' written once, every weight read, and no race in place."""
+    """No address outside the tensors, each element of h' written once, every operand read, and no race in place."""
     loaded, stored = traffic.loaded(), traffic.stored()
     out, h = addresses(call.out).ravel(), addresses(call.h).ravel()
     assert np.array_equal(np.sort(stored[:, 0]), np.sort(out)), "not every element of h' is written once"

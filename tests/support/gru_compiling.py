@@ -1,4 +1,4 @@
-"""What the compiler makes of a recurrence; for a process of its own, as tests.support.compiling says. Only plain values come back."""
+"""Facts of a compiled recurrence, as plain values; runs in a separate process, see tests.support.compiling."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Found:
     spill_bytes: int
     shared_bytes: int
     cooperative: bool
-    loads: tuple[str, ...]  # shapes, "16x512", of every load from global memory in the loop of the steps
-    stores: int  # to global memory in the loop
+    loads: tuple[str, ...]  # the shape of every load from global memory in the loop of the steps, as "16x512"
+    stores: int  # stores to global memory in the loop
     converts: int  # conversions between layouts in the loop
-    waits: tuple[tuple[int, ...], ...]  # of each wait in PTX: how the elements of a thread lie in a row, see neighbours
+    waits: tuple[tuple[int, ...], ...]  # for each wait in PTX: how a thread's elements lie in a row, see neighbours
     asm: int  # loops of such waits in the whole PTX
-    guarded: int  # loads of such waits that a thread may leave out, in the whole PTX
-    shuffles: int  # in the whole PTX: sums that several threads have parts of
+    guarded: int  # predicated loads of such waits, in the whole PTX
+    shuffles: int  # in the whole PTX: for sums whose parts several threads hold
     vectors: int  # loads from global memory of several elements, in the whole PTX
 
 
@@ -67,7 +67,7 @@ def found(spec: GruSpec, size: GruSize, variant: GruVariant, architecture: str, 
 
 
 def _loop(text: str) -> str:
-    """The longest loop that has no other in it: that of the steps. Of form "row" it is a "while", and there is no "for"."""
+    """The loop of the steps: the longest loop with no other inside. In the form "row" it is a "while", and there is no "for"."""
     lines = text.splitlines()
     begins = "scf.for" if "scf.for" in text else "} do {"
     found: list[list[str]] = []
@@ -81,8 +81,10 @@ def _loop(text: str) -> str:
 
 
 def neighbours(kind: str, fields: str) -> tuple[int, ...]:
-    """Where in a row the first elements lie that a thread holds, in the order of its registers: (0, 1, 2, 3) is four
-    neighbours. The run ends with the first that is not the next one, or in another row."""
+    """The places in a row of the first elements that a thread holds, in the order of its registers.
+
+    (0, 1, 2, 3) is four neighbours. The run ends before the first element that is not the next one of the same row.
+    """
     if kind == "linear":
         registers = [tuple(map(int, base)) for base in re.findall(r"\[(\d+), (\d+)\]", fields.partition("lane")[0])]
         run = [0]

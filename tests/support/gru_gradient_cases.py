@@ -1,4 +1,4 @@
-"""Gradients of recurrences to compile: few, and the same ones wherever compiled code is looked at, since each takes a second."""
+"""Gradients of recurrences to compile. All tests of compiled code share these few, since each takes a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient of a GRU over sequences: build a call, run it in windows of steps, hold it against the formula."""
+"""The gradient of a GRU over sequences: build a call, run it in windows of steps, check it against the formula."""
 
 from __future__ import annotations
 
@@ -28,26 +28,27 @@ if TYPE_CHECKING:
 WRITTEN = ("out", "grad_h_0")
 ARITHMETIC = (
     2.0**-19
-)  # of float32 in factors up to 1 that are made of some dozens of operations, exponentials among them
+)  # the error of float32 in factors up to 1 that take some dozens of operations, exponentials among them
 
 
 @dataclasses.dataclass
 class Built:
-    """The call of a case, and the guarded tensors below its tensors."""
+    """The call of a case, and the guarded tensors that its tensors are views of."""
 
     case: Sequences
     call: RecurrenceGradient
     bases: dict[str, torch.Tensor]
 
     def written(self) -> dict[str, torch.Tensor]:
-        """What launches write for the caller."""
+        """The tensors that launches write for the caller."""
         return {name: getattr(self.call, name) for name in WRITTEN}
 
 
 def build(case: Sequences, device: str = DEVICE) -> Built:
     """The tensors of a case: normal numbers in what is read, NaN in what is written, canaries around all.
 
-    A view "apart" has rows apart wherever they may be, and the gradient of the output batch first where the rest is not.
+    The view "apart" puts a gap between rows wherever a call allows it, and lays the gradient of a dense output batch first,
+    unlike the other tensors.
     """
     spec, dtype = case.spec, getattr(torch, case.spec.dtype)
     draw = torch.Generator().manual_seed(case.seed)
@@ -96,14 +97,15 @@ def build(case: Sequences, device: str = DEVICE) -> Built:
 
 
 def single_steps(seq: int) -> list[tuple[int, int]]:
-    """A window for each step: the launch is the barrier. There is one more than a row has."""
+    """A window for each step, so that the end of a launch is the barrier. There is one step more than the longest row has."""
     return [(step, step + 1) for step in range(seq + 1)]
 
 
 def run_windows(built: Built, variant: GruVariant, windows: Iterable[tuple[int, int]] | None = None) -> None:
     """Launch the steps from ``begin`` to before ``end`` of each window; by default one step a launch.
 
-    Before each, what readers wait to see go away is put where the window's results will be, and counters are 0.
+    Before each launch the window's results are filled with the value that readers wait to see replaced, or counters are
+    set to 0.
     """
     spec, call = built.case.spec, built.call
     for begin, end in windows or single_steps(call.seq):
@@ -117,7 +119,7 @@ def run_windows(built: Built, variant: GruVariant, windows: Iterable[tuple[int, 
 
 
 def _fill_tokens(built: Built, begin: int, end: int) -> None:
-    """All ones in the results of some steps, as a launch of all of them finds them."""
+    """Set all bits in the results of some steps, as a launch of all steps finds them."""
     bits = built.call.out.view(torch.int16 if built.case.spec.item == 2 else torch.int32)
     for direction, row in itertools.product(range(built.case.spec.directions), range(len(built.case.lengths))):
         for token in tokens_of(built, row, direction)[begin:end]:
@@ -136,10 +138,11 @@ def tokens_of(built: Built, row: int, direction: int) -> list[tuple[int, ...]]:
 
 
 def assert_gradients_right(built: Built) -> None:
-    """Every gradient of a step is that of the formula from the messages that stand for the step after it, so all are.
+    """Every step's gradients are those of the formula, applied to the stored message of the step after it.
 
-    From what is stored, since errors of later steps would else have to be bounded through all earlier ones. What a program
-    keeps of its own units is not rounded, and gets smaller at each step: its errors are those of the steps so far.
+    Each step starts from the stored message, since errors of later steps would else have to be bounded through all earlier
+    ones. The gradient that a program keeps for its own units is not rounded and gets smaller at each step, so its error is
+    bounded by the sum over the steps so far.
     """
     spec, call, case = built.case.spec, built.call, built.case
     hidden, cut = spec.hidden, truncates(spec.dtype)
@@ -152,7 +155,7 @@ def assert_gradients_right(built: Built) -> None:
         if spec.bias:
             x, h = x + to_numpy(call.bias_ih[direction]), h + to_numpy(call.bias_hh[direction])
         order = [tokens_of(built, row, direction) for row in range(len(lengths))]
-        # The gradient that goes from one token to the next in this order, last to h_0.
+        # `own` is the gradient that goes from one token to the next in this order, and at last to h_0.
         stops = [cuts(call.resets, tokens, against=direction == 0) for tokens in order]
         own, error = to_numpy(call.grad_h_n[direction]), np.zeros((len(lengths), hidden))
         for step in range(case.seq):
@@ -166,18 +169,18 @@ def assert_gradients_right(built: Built) -> None:
             d = own[rows] + grad_out[at]
             d_n = d * (1 - z) * (1 - n * n)
             wanted = (d_n * r, d_n * h_n * r * (1 - r), d * (state[at] - n) * z * (1 - z), d_n)
-            reach = (1.0, np.abs(h_n) / 4, (np.abs(state[at]) + 1) / 4, 1.0)  # by what d is multiplied at most
+            reach = (1.0, np.abs(h_n) / 4, (np.abs(state[at]) + 1) / 4, 1.0)  # the largest factors of d
             terms = sum(np.abs(term) for term in (x_r, x_z, x_n, h_r, h_z, h_n))
             noise = (
                 ARITHMETIC * (1 + terms) * (np.abs(d) + error[rows])
-            )  # terms are known to rounding errors of their size
+            )  # the rounding errors of the terms are in proportion to their sizes
             for part, (want, most) in enumerate(zip(wanted, reach, strict=True)):
                 got = out[at][:, part * hidden : (part + 1) * hidden]
                 bound = oracle.gru_tolerance(want, most * (error[rows] + noise), spec.dtype, truncates=cut)
                 worst = np.abs(got - want) / bound
                 assert (worst <= 1).all(), f"direction {direction}, step {step}, part {part}: {np.nanmax(worst)} times"
             message = out[at][:, : 3 * hidden]
-            by_gate = np.concatenate((weight[2 * hidden :], weight[: 2 * hidden]))  # in the order of a message
+            by_gate = np.concatenate((weight[2 * hidden :], weight[: 2 * hidden]))  # in a message's order: n, r, z
             own[rows] = d * z + message @ by_gate
             error[rows] = error[rows] + noise + relative * (np.abs(message) @ np.abs(by_gate))
             reset = [row for row in rows if stops[row][step + 1]]
@@ -188,7 +191,7 @@ def assert_gradients_right(built: Built) -> None:
 
 
 def assert_memory_right(built: Built, before: dict[str, torch.Tensor]) -> None:
-    """Canaries stand, what is read is as it was, and nothing but results was written."""
+    """Canaries are intact, inputs are unchanged, and nothing but results was written."""
     outside = {name: base.clone() for name, base in built.bases.items()}
     for name, view in built.written().items():
         for base in (outside[name], before[name]):
@@ -200,7 +203,7 @@ def assert_memory_right(built: Built, before: dict[str, torch.Tensor]) -> None:
 
 
 def assert_traffic_right(built: Built, traffic: Traffic) -> None:
-    """No load outside the tensors of the call; every result written, and once; what a program keeps is its own."""
+    """No load outside the call's tensors, every result written once, and no program reads a gradient that another keeps."""
     call = built.call
     read = [t for t in vars(call).values() if isinstance(t, torch.Tensor) and t is not call.counters]
     allowed = np.concatenate([addresses(t).ravel() for t in read])
@@ -219,7 +222,7 @@ def assert_traffic_right(built: Built, traffic: Traffic) -> None:
 
 @contextlib.contextmanager
 def _watched() -> Iterator[Traffic]:
-    """As tests.support.run.watched, for masks that are integers, as those of a block and a scalar together are."""
+    """As tests.support.run.watched, also for integer masks: the interpreter makes them of a block and a scalar mask together."""
     with watched() as traffic:
         note = traffic.note
         traffic.note = lambda kind, pointers, mask, program: note(kind, pointers, mask.astype(bool), program)  # type: ignore[method-assign]
@@ -229,7 +232,7 @@ def _watched() -> Iterator[Traffic]:
 def assert_right(
     case: Sequences, variant: GruVariant, windows: Iterable[tuple[int, int]] | None = None, *, watch: bool = True
 ) -> Built:
-    """Run a case in windows and hold everything it did against the formula."""
+    """Run a case in windows and check its results and all that it read and wrote against the formula."""
     built = build(case)
     before = {name: base.clone() for name, base in built.bases.items()}
     if INTERPRETED and watch:
@@ -239,14 +242,14 @@ def assert_right(
     else:
         run_windows(built, variant, windows)
     assert_gradients_right(built)
-    if case.spec.hidden > 1:  # the reference's bound is by the largest of a row, and there are others
+    if case.spec.hidden > 1:  # the reference's bound is relative to the largest of several elements of a row
         assert_as_the_reference(built)
     assert_memory_right(built, before)
     return built
 
 
 def assert_as_the_reference(built: Built) -> None:
-    """Both results are as near to the reference as tuning asks for, or twice as far where stores truncate."""
+    """Both results are within the bound that tuning demands of the reference, or within twice the bound where stores truncate."""
     spec, call = built.case.spec, built.call
     wanted, bound = reference(spec, call)
     _, first = gradients(spec, call)

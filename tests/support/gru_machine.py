@@ -1,4 +1,4 @@
-"""CPU tensors that take the way of GPU tensors through the GRU families."""
+"""CPU tensors that take the code path of GPU tensors through the GRU families."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class _NoDevice:
 
 
 def _at(address: int, like: torch.Tensor) -> torch.Tensor:
-    """A tensor at an address, as a direct launch gives one to a kernel."""
+    """One element at an address, which a kernel takes as a tensor: direct launches pass addresses."""
     memory = (ctypes.c_char * like.element_size()).from_address(address)
     return torch.frombuffer(memory, dtype=like.dtype)
 
 
 class Machine:
-    """What launches kernels in the place of a GPU: public launches, and direct ones by address.
+    """Runs public and direct launches in the interpreter, in the place of a GPU, and counts them.
 
-    Launches that pad, fill and cut tensors are counted apart.
+    Direct launches that pad, fill and cut tensors are counted as ``copies``.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Machine:
         names = [parameter.name for parameter in kernel.params] if hasattr(kernel, "params") else kernel.arg_names
         begin, end = names.index("t_begin"), names.index("t_end")
         seq = launch.arguments[names.index("seq")]
-        for window in single_steps(seq):  # which wait for each other by being launches
+        for window in single_steps(seq):  # a launch a step: each waits for the launch before it
             arguments = list(launch.arguments)
             arguments[begin], arguments[end] = window
             constants = {**launch.constants, "EXCHANGE": "none"}
@@ -105,7 +105,7 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """Tensors on the CPU are served as those on a GPU are."""
+    """CPU tensors are served as GPU tensors are."""
     made = Machine()
     for module in (tuned.nn, serve, run, tuned.calls.gru_cell.run, tuned.calls.linear_cat.run):
         monkeypatch.setattr(module, "why_eager", lambda *_, **__: None)
@@ -133,7 +133,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 
 def laid_by_cudnn(weights: list[torch.Tensor], call: GruCall) -> torch.Tensor:
-    """As cuDNN lays weights: matrices of all cells, then biases of all."""
+    """Move the weights into one memory as cuDNN lays them: the matrices of all cells, then the biases of all cells."""
     each = len(weights) // len(call.hx)
     order = [i for i in range(len(weights)) if i % each < 2] + [i for i in range(len(weights)) if i % each > 1]
     memory = torch.cat([weights[i].flatten() for i in order])
@@ -144,7 +144,7 @@ def laid_by_cudnn(weights: list[torch.Tensor], call: GruCall) -> torch.Tensor:
 
 
 def believing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps and linears of any shape are served by kernels, though no row says that these are faster than PyTorch's own."""
+    """Kernels serve steps and linears of any shape, though no row says that they are faster than PyTorch's operators."""
     for moments, family in (
         (tuned.calls.gru_cell.run.MOMENTS, tuned.calls.gru_cell.run.GRU_CELL),
         (tuned.calls.linear_cat.run.MOMENTS, tuned.calls.linear_cat.run.LINEAR_CAT),

@@ -1,14 +1,14 @@
-"""The order of a recurrence's loads and stores in compiled code; for a process of its own, as tests.support.compiling says.
+"""The order of a recurrence's loads and stores in compiled code; runs in a separate process, see tests.support.compiling.
 
-The state is the message: a program stores its part of it at each step, and at the next one reads the others' until all
-is there. Of that order nothing formal is left in PTX (weak stores, relaxed loads in assembly that is marked pure), so
-it is looked at where it can no longer change, for every step of every path:
+The state is the message: a program stores its part of the state at each step. At the next step it loads the parts of the
+other programs again and again until all are there. PTX does not state that order formally (weak stores, relaxed loads in
+assembly that is marked pure), so these checks follow it in the compiled code, where it can no longer change, along every path:
 
     store of a step -> loads of the next step, again until they see what they wait for -> what they saw -> its store
 
 Both texts are read as a graph of instructions. In PTX, where operands are written out, the value of each store in the
-loop must come from products of what was loaded since that same store was there before. In machine code products must
-lie on every way from a load to a store, and what is stored must be made after the loads.
+loop must come from products of what was loaded since the previous execution of that store. In machine code every path
+from a load to a store must contain a product, and the stored value must be computed after the loads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Edits = tuple[tuple[str, str], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction of either language."""
+    """One instruction of PTX or of machine code."""
 
     name: str
     guard: str  # the predicate before it, or ""
@@ -46,7 +46,7 @@ class Instruction:
 
     @property
     def text(self) -> str:
-        """As it was written, more or less."""
+        """The instruction about as it was written."""
         return f"{self.guard} {self.name} {', '.join(self.operands)}".strip()
 
 
@@ -98,12 +98,12 @@ def cycles(code: Code, among: Iterable[int]) -> list[frozenset[int]]:
 
 
 def step_loop(code: Code, loads: list[int]) -> frozenset[int]:
-    """The loop of the steps: the one of all that has the loads, or nothing."""
+    """The loop of the steps: the loop that has all of the loads, or an empty set."""
     return next((loop for loop in cycles(code, range(len(code))) if set(loads) <= loop), frozenset())
 
 
 def waits(code: Code, loop: frozenset[int], stores: list[int], loads: list[int]) -> list[frozenset[int]]:
-    """The loops inside of the loop of the steps that load again and store nothing."""
+    """The loops that wait: inside of the loop of the steps, they load the state and store nothing."""
     return [inner for inner in cycles(code, loop - set(stores)) if inner & set(loads)]
 
 
@@ -114,7 +114,7 @@ PTX_REGISTER = re.compile(r"%\w+|\b(?:most|missing)\b")
 
 
 def ptx(text: str) -> Code:
-    """The instructions of the one kernel in PTX. Braces on lines of their own are scopes of labels."""
+    """The instructions of the only kernel in a PTX text. Braces on separate lines are scopes of labels."""
     lines: list[tuple[str, tuple[int, ...]]] = []
     labels: dict[tuple[tuple[int, ...], str], int] = {}
     scope, opened = (), itertools.count()
@@ -149,7 +149,7 @@ def _ptx(at: int, line: str, scope: tuple[int, ...], labels: dict[tuple[tuple[in
 
 
 def _operands(text: str) -> Iterator[str]:
-    """Operands between commas that are in no brackets."""
+    """The operands, split at commas outside of brackets."""
     depth, begin = 0, 0
     for at, letter in enumerate(text):
         depth += (letter in "{[(") - (letter in "}])")
@@ -165,14 +165,14 @@ NO_RESULT = ("st.", "bra", "bar.", "ret", "red.", "cp.", "fence", "membar", "mba
 
 
 MMA = re.compile(r"mma\.|wgmma\.mma|tcgen05\.mma")
-FMA = re.compile(r"fma\.rn\.f32$")  # where nothing else multiplies: of float32 as it is
+FMA = re.compile(r"fma\.rn\.f32$")  # where no instruction is an MMA: products of plain float32
 
 
 def seen_since_the_last(code: Code, store: int, loads: list[int]) -> int:
-    """Of which loads, as bits, the value of a store may hold products, if only those since this same store count.
+    """The loads, as bits, whose products the value of a store may hold; only loads since the last execution of that store count.
 
-    Registers carry what was loaded, in the low bits, and products of it, in the high ones; so do shared memory and tensor
-    memory, each as one.
+    The state of a register is a set of bits: the low ones say which loads it holds, the high ones which loads it holds
+    products of. Shared memory and tensor memory are one register each.
     """
     bits = {load: 1 << number for number, load in enumerate(loads)}
     product = MMA if any(MMA.match(one.name) for one in code) else FMA
@@ -206,9 +206,9 @@ def _merge(entry: dict[int, dict[str, int]], at: int, state: dict[str, int]) -> 
 
 
 def _transfer(one: Instruction, is_store: bool, loaded: int, shift: int, state: dict[str, int]) -> int:
-    """What an instruction does to what places hold; the bits of the value if it is the store in question.
+    """Update ``state`` by an instruction. Returns the bits of the stored value if it is the store in question, else 0.
 
-    ``shift``: how far the bits of a product are from those of its factors, 0 if the instruction is none.
+    ``shift``: how far the bits of a product are from those of its factors; 0 if the instruction is no product.
     """
     written, read = _effects(one)
     bits = loaded
@@ -232,7 +232,7 @@ Places = tuple[str, ...]
 
 @functools.cache
 def _effects(one: Instruction) -> tuple[Places, Places]:
-    """Places that an instruction writes, and those that it reads, but for addresses in global memory."""
+    """The places that an instruction writes, and those that it reads, without addresses in global memory."""
     registers = [tuple(PTX_REGISTER.findall(operand)) for operand in one.operands]
     every = tuple(itertools.chain.from_iterable(registers))
     first, rest = every[: len(registers[0])] if registers else (), every[len(registers[0]) :] if registers else ()
@@ -268,7 +268,7 @@ def disassembled(cubin: bytes) -> str:
 
 
 def sass(text: str) -> Code:
-    """The instructions of the one kernel as nvdisasm writes them."""
+    """The instructions of the only kernel in a text of nvdisasm."""
     lines: list[tuple[str, str, str]] = []
     labels: dict[str, int] = {}
     for line in text[text.index("\n.text.") :].splitlines():
@@ -291,7 +291,7 @@ def _sass(at: int, guard: str, name: str, rest: str, labels: dict[str, int]) -> 
 
 
 def _width(name: str) -> int:
-    """Registers of the result of an instruction, as far as it is one that may overwrite what was loaded."""
+    """How many registers the result of an instruction takes, for those that may overwrite what was loaded."""
     if ".128" in name or "M88.4" in name or name.startswith("HMMA"):
         return 4
     return 2 if ".64" in name or "M88.2" in name or "WIDE" in name or name.startswith("CS2R") else 1
@@ -304,11 +304,11 @@ def _written(one: Instruction) -> set[int]:
     return set(range(int(first[1]), int(first[1]) + _width(one.name))) if first else set()
 
 
-TENSOR = re.compile(r"HMMA|[HQ]GMMA|LDTM")  # LDTM: on sm_100 one warp multiplies, and all read what came of it
+TENSOR = re.compile(r"HMMA|[HQ]GMMA|LDTM")  # LDTM: on sm_100 one warp multiplies, and all warps read the result
 
 
 def without_product(code: Code, loop: frozenset[int], loads: list[int], stores: list[int]) -> str | None:
-    """A store to which a way leads from a load of the state without a product, or None."""
+    """A store that some path reaches from a load of the state without a product, or None."""
     product = TENSOR if any(TENSOR.match(code[at].name) for at in loop) else re.compile("FFMA")
     seen: set[int] = set()
     work = list(itertools.chain.from_iterable(code[load].following for load in loads))
@@ -324,13 +324,13 @@ def without_product(code: Code, loop: frozenset[int], loads: list[int], stores: 
 
 
 def made_after(code: Code, store: int, loads: list[int]) -> bool:
-    """Whether on every way back from a store what it stores is made before a load, or an earlier store, is met."""
+    """Whether every path back from a store meets the instruction that makes its value before any load or the store itself."""
     before: dict[int, list[int]] = {}
     for at, one in enumerate(code):
         for after in one.following:
             before.setdefault(after, []).append(at)
     (value,) = SASS_REGISTER.findall(code[store].operands[-1])[:1] or ["-1"]
-    seen, work = {store}, list(before.get(store, ()))
+    seen, work = set[int](), list(before.get(store, ()))
     while work:
         at = work.pop()
         if at in seen:
@@ -341,7 +341,7 @@ def made_after(code: Code, store: int, loads: list[int]) -> bool:
         if int(value) in _written(code[at]) and not code[at].guard:
             continue
         work += before.get(at, ())
-    return store not in work
+    return True
 
 
 # Judging --------------------------------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ def wrong_in_ptx(text: str, exchange: str) -> Iterator[str]:
         yield from _counted(code, loop)
     elif not (inner := waits(code, loop, stores, loads)):
         yield "PTX: no load of the state is executed again until it sees what it waits for"
-    elif 2 * sum(load in one for load in loads for one in inner) < len(loads):  # of a poll, each is there twice
+    elif 2 * sum(load in one for load in loads for one in inner) < len(loads):  # "poll" has each load twice
         yield "PTX: not every load of the state is executed again"
     reached = 0
     for store in stores:
@@ -378,7 +378,7 @@ def wrong_in_ptx(text: str, exchange: str) -> Iterator[str]:
 
 
 def _counted(code: Code, loop: frozenset[int]) -> Iterator[str]:
-    """A counter is taken and given by acquire and release, with a barrier of all threads between it and the state."""
+    """What is wrong with a counter: it needs an acquire, a release, and a barrier of all threads between state and release."""
     names = {at: code[at].name for at in sorted(loop)}
     if not any("acquire" in name for name in names.values()):
         yield "PTX: no counter is acquired"
@@ -390,7 +390,7 @@ def _counted(code: Code, loop: frozenset[int]) -> Iterator[str]:
 
 
 def _barred(code: Code, at: int, loop: frozenset[int]) -> bool:
-    """Whether every way from a store to an instruction passes a barrier."""
+    """Whether every path from a store to an instruction passes a barrier."""
     stores = [n for n in loop if code[n].name.startswith("st.global")]
     seen: set[int] = set()
     work = [after for store in stores for after in code[store].following]
@@ -429,7 +429,7 @@ def wrong_in_sass(text: str, exchange: str) -> Iterator[str]:
 
 
 def _fenced(code: Code, loop: frozenset[int], stores: list[int]) -> Iterator[str]:
-    """Between the store and the count there is a fence of the whole GPU."""
+    """What is wrong if a path from a store to the counter has no fence of the whole GPU."""
     seen: set[int] = set()
     work = [after for store in stores for after in code[store].following]
     while work:
@@ -448,7 +448,7 @@ def _fenced(code: Code, loop: frozenset[int], stores: list[int]) -> Iterator[str
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A recurrence, or the gradient of one, whose programs wait for each other, and what compiles it."""
+    """A recurrence whose programs wait for each other, or its gradient, and the architecture to compile it for."""
 
     spec: GruSpec
     size: GruSize
@@ -464,7 +464,7 @@ class Case:
 
 
 def all_that_ships(capability: int) -> list[Case]:
-    """What a lookup can give on an architecture: every row there is, as it fits; every text with every way to wait."""
+    """What a lookup can give on an architecture: every row, as ``fit`` adapts it, and every text with every exchange."""
     from generator.storage.record import WINNERS  # noqa: PLC0415
     from tuned.families.registry import FAMILIES  # noqa: PLC0415
     from tuned.lookup.record import load_record  # noqa: PLC0415
@@ -486,7 +486,7 @@ def _texts_and_exchanges() -> Iterator[tuple[GruSpec, GruVariant]]:
 
     exchanges, dtypes = choices(GruVariant)["exchange"], ("bfloat16", "float32")
     for at, ((text, structure), exchange, dtype) in enumerate(itertools.product(gru_texts(), exchanges, dtypes)):
-        # Of 100 units there is no piece that PTX could wait for in 16 bytes: "poll" is for those.
+        # With 100 units no piece can be waited for in 16 bytes by PTX: such sizes use "poll".
         hidden = 100 if exchange == "poll" else 128
         spec = dataclasses.replace(text, dtype=dtype, hidden=hidden, directions=1 if text.stacked else 2)
         units, rows = (16, 8) if structure.splits_columns else (32, 32)
@@ -496,7 +496,7 @@ def _texts_and_exchanges() -> Iterator[tuple[GruSpec, GruVariant]]:
 
 
 def _gradients_and_exchanges() -> Iterator[tuple[GruSpec, GruVariant]]:
-    """As _texts_and_exchanges of gradients, whose text layouts choose; with several tiles in turn too."""
+    """As _texts_and_exchanges, for gradients, whose text depends on the layout; also with several tiles in turn."""
     from tuned.families.choices import choices  # noqa: PLC0415
     from tuned.families.gru.spec import LAYOUTS, GruSpec  # noqa: PLC0415
     from tuned.families.gru.variant import GruVariant  # noqa: PLC0415
@@ -515,7 +515,7 @@ def _size(variant: GruVariant) -> GruSize:
 
 
 def _waits(case: Case, capability: int) -> bool:
-    """Whether tuning could choose it there, and its programs wait."""
+    """Whether tuning could choose the case on that architecture, and its programs wait for each other."""
     from tuned.families.gru.variant import alone  # noqa: PLC0415
     from tuned.families.gru_backward.variant import alone as gradient_alone  # noqa: PLC0415
     from tuned.families.registry import FAMILIES  # noqa: PLC0415
@@ -540,7 +540,7 @@ def wrong_in(case: Case) -> list[str]:
 
 
 def texts(case: Case, edits: Edits = ()) -> tuple[str, str]:
-    """PTX and machine code of a case, whose kernel's text is edited first."""
+    """PTX and machine code of a case; ``edits`` are made to the text of its kernel first."""
     os.environ.pop("TRITON_INTERPRET", None)
     from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415 - imports Triton
     from generator.workload import WORKLOADS  # noqa: PLC0415
@@ -556,7 +556,7 @@ def texts(case: Case, edits: Edits = ()) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _edited(name: str, edits: Edits) -> Iterator[None]:
-    """Kernels compile from an edited text meanwhile."""
+    """Inside, the kernel ``name`` compiles from its edited text."""
     from generator.measuring import compile as module  # noqa: PLC0415
     from generator.rendering.structures import structures  # noqa: PLC0415
 

@@ -44,7 +44,7 @@ def call_of(
     hidden: int = H,
     **rest: Any,
 ) -> GruCall:
-    """A checked call of float32, with a state that is not contiguous."""
+    """A call of float32 that passed the checks of arguments, with a state that is not contiguous."""
     torch.manual_seed(0)
     kwargs: dict[str, Any] = {"num_layers": layers, "bidirectional": directions == 2, "bias": bias, **rest}
     if layout == "dense":
@@ -68,7 +68,7 @@ class _NoDevice:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
-    """Calls run on the CPU, a step a launch; yields every launch that a call would make, but for the input's products."""
+    """Calls run on the CPU, one launch a step; yields the launches that a call would make, without the input's products."""
     made: list[Launch] = []
     pending: list[Any] = []
     launches = run.GRU.launches
@@ -108,4 +108,4 @@ def assert_as_pytorch(call: GruCall, found: tuple[torch.Tensor, torch.Tensor]) -
     wanted = eager.gru(call)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.shape == theirs.shape
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)  # the products of TF32
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)  # the error of products in TF32

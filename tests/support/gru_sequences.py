@@ -1,4 +1,4 @@
-"""A GRU over sequences with tensors of any strides: build a call, run it in windows of steps, hold it against the oracle."""
+"""A GRU over sequences with tensors of any strides: build a call, run it in windows of steps, check it against the oracle."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from tests.support.run import Traffic
     from tuned.families.gru.variant import GruVariant
 
-VIEWS = ("steps", "rows", "apart")  # how tokens lie in memory; "rows": batch first
-MARKED = 0.35  # of all tokens
+VIEWS = ("steps", "rows", "apart")  # how tokens lie in memory; "rows": batch first; "apart": see GAP
+MARKED = 0.35  # the share of tokens that are marked as resets
 GAP = 8  # elements between rows that are apart: 16 bytes of the narrowest type, which alignment depends on
 
 
@@ -49,7 +49,7 @@ class Sequences:
     lengths: tuple[int, ...]  # steps of each row; all alike in a dense call, falling in a packed one
     view: str = "steps"
     seed: int = 0
-    slack: int = 0  # steps that the call says its longest sequence may have beyond what it has
+    slack: int = 0  # by how many steps the call overstates its longest sequence
 
     @property
     def seq(self) -> int:
@@ -59,14 +59,14 @@ class Sequences:
 
 @dataclasses.dataclass
 class Built:
-    """The call of a case, and the guarded tensors below its tensors."""
+    """The call of a case, and the guarded tensors that its tensors are views of."""
 
     case: Sequences
     call: Recurrence
     bases: dict[str, torch.Tensor]
 
     def written(self) -> dict[str, torch.Tensor]:
-        """What launches write."""
+        """The tensors that launches write."""
         found = {"out": self.call.out, "h_n": self.call.h_n, "between": self.call.between}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
@@ -80,7 +80,7 @@ def spec_of(
 
 
 def lengths_of(layout: str, rows: int, seq: int) -> tuple[int, ...]:
-    """All alike, or falling to 1; for cu_seqlens out of order, and every third sequence empty."""
+    """Dense: all alike. Packed: falling to 1. "thd" (cu_seqlens): unsorted, and every third sequence is empty."""
     if layout == "dense":
         return (seq,) * rows
     falling = [max(1, seq - row) for row in range(rows)]
@@ -135,7 +135,7 @@ def build(case: Sequences, device: str = DEVICE) -> Built:
 
 
 def resets_of(case: Sequences, device: str) -> torch.Tensor | None:
-    """A mark for about a third of the tokens, strided as the case is; or None. Every byte beside them is a mark too."""
+    """A reset mark for about a third of the tokens, strided as the case is; or None. The bytes between the marks are all set."""
     if not case.spec.resets:
         return None
     rows = (case.seq, len(case.lengths)) if case.spec.dense else (sum(case.lengths),)
@@ -160,9 +160,10 @@ def _starts_type(spec: GruSpec) -> torch.dtype:
 
 
 def run_windows(built: Built, variant: GruVariant, windows: Iterable[tuple[int, int]] | None = None) -> None:
-    """Launch the steps from ``begin`` to before ``end`` of each window; by default one step a launch, of form "row" all.
+    """Launch the steps from ``begin`` to before ``end`` of each window; by default one step a launch, or all for form "row".
 
-    Before each, what readers wait to see go away is put where the window's results will be, and counters are 0.
+    Before each launch the window's results are filled with the value that readers wait to see replaced, or counters are
+    set to 0.
     """
     spec, call = built.case.spec, built.call
     waits = {"counter": [Fill(call.counters, 0)]}.get(variant.exchange, [])
@@ -176,12 +177,12 @@ def run_windows(built: Built, variant: GruVariant, windows: Iterable[tuple[int, 
 
 
 def single_steps(seq: int) -> list[tuple[int, int]]:
-    """A window for each step: the launch is the barrier."""
+    """A window for each step, so that the end of a launch is the barrier."""
     return [(step, step + 1) for step in range(seq)]
 
 
 def _fill_tokens(built: Built, begin: int, end: int) -> None:
-    """All ones in the results of some steps, as a launch of all of them finds them."""
+    """Set all bits in the results of some steps, as a launch of all steps finds them."""
     spec = built.case.spec
     for name, tensor in built.written().items():
         if name == "h_n":
@@ -206,8 +207,11 @@ def tokens_of(built: Built, row: int, direction: int) -> list[tuple[int, ...]]:
 
 
 def cuts(resets: torch.Tensor | None, tokens: list[tuple[int, ...]], *, against: bool) -> list[bool]:
-    """Whether the state is reset on the way to each token of a row, and behind the last one, in an order that is ``against``
-    the row's own or is not. A mark cuts between its token and the one before it."""
+    """Whether the state is reset before each token of a row, in the order given, and behind the last one.
+
+    A mark cuts between its token and the one before it in the row. ``against``: ``tokens`` are in the reverse of the row's
+    order.
+    """
     if resets is None:
         return [False] * (len(tokens) + 1)
     marks = [bool(resets[token]) for token in tokens]
@@ -215,8 +219,11 @@ def cuts(resets: torch.Tensor | None, tokens: list[tuple[int, ...]], *, against:
 
 
 def _cells(built: Built) -> Iterator[tuple[int, Any, Any, list[Any], list[Any]]]:
-    """Of each layer and direction: which it is, its gates or input, its output, both [tokens, n], and each token's place
-    in them with that of the state before it, or None for h_0; "cut" if that is 0."""
+    """Every layer and direction: its index, its gates or input, its output, and two lists of places.
+
+    The first list is the place of each token in both tensors. The second is the place of the state before that token:
+    None for h_0, "cut" if a reset makes it 0.
+    """
     spec, call = built.case.spec, built.call
     for layer, direction in itertools.product(range(spec.layers), range(spec.directions)):
         last = layer == spec.layers - 1
@@ -233,7 +240,7 @@ def _cells(built: Built) -> Iterator[tuple[int, Any, Any, list[Any], list[Any]]]
 
 
 def operand_error(spec: GruSpec) -> float:
-    """Relative error of a product: a float32 sum of so many terms, and of TF32 the rounding of both operands."""
+    """Relative error of a product: that of a float32 sum over ``hidden`` terms, and in TF32 the rounding of both operands."""
     return 2.0**-24 * (2 * spec.hidden + 16) + (2 * 2.0**-11 if _tf32(spec) else 0.0)
 
 
@@ -242,11 +249,12 @@ def _tf32(spec: GruSpec) -> bool:
 
 
 def assert_steps_right(built: Built, *, rounds_products: bool = False, keeps_state: bool = False) -> None:
-    """Every state is one step of the oracle from the state that stands before it, so all are; h_n is the last of each row.
+    """Every stored state is one step of the oracle from the stored state before it; h_n is the last state of each row.
 
-    From what is stored, since errors of earlier steps would else have to be bounded through all later ones. A launch of
-    several steps keeps its own state unrounded: half a unit in its last place more. ``rounds_products``: the products of
-    the state are stored too, as the library does. ``keeps_state``: it is also multiplied unrounded.
+    Each step starts from the stored state, since errors of earlier steps would else have to be bounded through all later
+    ones. A launch of several steps keeps its own state unrounded, which allows half a unit in the last place more.
+    ``rounds_products``: the products of the state are rounded too, as the library stores them. ``keeps_state``: the state
+    is also multiplied unrounded.
     """
     spec, call, case = built.case.spec, built.call, built.case
     hidden = spec.hidden
@@ -265,7 +273,7 @@ def assert_steps_right(built: Built, *, rounds_products: bool = False, keeps_sta
         b_ih, b_hh = (to_numpy(call.bias_ih[cell]), to_numpy(call.bias_hh[cell])) if spec.bias else (none, none)
         relative = operand_error(spec)
         gates_h = h @ w_hh.T
-        kept = (1.0 if truncates(spec.dtype) else 0.5) * oracle.ulp(h, spec.dtype)  # the state of a launch's own rows
+        kept = (1.0 if truncates(spec.dtype) else 0.5) * oracle.ulp(h, spec.dtype)  # of the state a program keeps
         error = (relative * np.abs(h) + (kept if keeps_state else 0)) @ np.abs(w_hh).T
         if rounds_products:
             error += 0.5 * oracle.ulp(gates_h, spec.dtype)
@@ -288,7 +296,7 @@ def assert_steps_right(built: Built, *, rounds_products: bool = False, keeps_sta
 
 
 def assert_memory_right(built: Built, before: dict[str, torch.Tensor]) -> None:
-    """Canaries stand, what is read is as it was, and nothing but tokens and rows of h_n was written."""
+    """Canaries are intact, inputs are unchanged, and nothing but results was written."""
     outside = {name: base.clone() for name, base in built.bases.items()}
     for name, view in built.written().items():
         base = built.bases[name]
@@ -301,7 +309,7 @@ def assert_memory_right(built: Built, before: dict[str, torch.Tensor]) -> None:
 
 
 def assert_traffic_right(built: Built, traffic: Traffic) -> None:
-    """No load outside the tensors of the call; every result written, and once."""
+    """No load outside the call's tensors, every result written once, and no program reads a state that another keeps."""
     call = built.call
     read = [t for t in vars(call).values() if isinstance(t, torch.Tensor) and t is not call.counters]
     allowed = np.concatenate([addresses(t).ravel() for t in read])
@@ -320,7 +328,7 @@ def assert_traffic_right(built: Built, traffic: Traffic) -> None:
 
 @contextlib.contextmanager
 def _watched() -> Iterator[Traffic]:
-    """As tests.support.run.watched, for masks that are integers, as those of a block and a scalar together are in the interpreter."""
+    """As tests.support.run.watched, also for integer masks: the interpreter makes them of a block and a scalar mask together."""
     with watched() as traffic:
         note = traffic.note
         traffic.note = lambda kind, pointers, mask, program: note(kind, pointers, mask.astype(bool), program)  # type: ignore[method-assign]
@@ -330,7 +338,7 @@ def _watched() -> Iterator[Traffic]:
 def assert_right(
     case: Sequences, variant: GruVariant, windows: Iterable[tuple[int, int]] | None = None, *, watch: bool = True
 ) -> Built:
-    """Run a case in windows and hold everything it did against the oracle."""
+    """Run a case in windows and check its results against the oracle, and all that it read and wrote."""
     built = build(case)
     before = {name: base.clone() for name, base in built.bases.items()}
     if INTERPRETED and watch:

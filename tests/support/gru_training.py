@@ -28,7 +28,7 @@ TURNS = dataclasses.replace(ONE, block_hidden=8, turns=2)
 
 @pytest.fixture
 def backward(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
-    """Gradients run on the CPU, a step a launch; yields every launch that a call would make."""
+    """Gradients run on the CPU, one launch a step; gives the list of launches that a call would make."""
     made: list[Launch] = []
     pending: list[Any] = []
     launches = gradient_run.BACKWARD.launches
@@ -45,7 +45,7 @@ def backward(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
             one = sequence(spec, variant, gradient, step, step + 1)
             with np.errstate(
                 invalid="ignore", over="ignore"
-            ):  # of memory that nobody waited for, which counts for nothing
+            ):  # from memory that no program waited for, whose values are not used
                 load(one.kernel)[(one.programs,)](*one.arguments, **one.constants, **one.options)
 
     monkeypatch.setattr(gradient_run, "BACKWARD", dataclasses.replace(gradient_run.BACKWARD, launches=remembered))
@@ -59,7 +59,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, variant: GruVariant | None) -> None:
 
 
 def wanted_of(call: GruCall, given: tuple[Any, Any]) -> list[torch.Tensor]:
-    """Autograd's gradients of all tensors of a call."""
+    """Autograd's gradients of all tensors of a call, in float64."""
     leaves = [t.detach().double().requires_grad_() for t in call.tensors]
     outputs = eager.gru(dataclasses.replace(call, input=leaves[0], hx=leaves[1], weights=tuple(leaves[2:])))
     pairs = [(out, grad.double()) for out, grad in zip(outputs, given, strict=True) if grad is not None]
@@ -68,7 +68,7 @@ def wanted_of(call: GruCall, given: tuple[Any, Any]) -> list[torch.Tensor]:
 
 
 def outputs_of(call: GruCall) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """What the forward keeps: the output of each layer, and the input times the weights of the lowest."""
+    """What the forward keeps: the output of each layer, and the product of the input and the lowest layer's weights."""
     each, x, outputs = len(call.weights) // call.num_layers, call.input, []
     for layer in range(call.num_layers):
         own = call.weights[each * layer : each * (layer + 1)]

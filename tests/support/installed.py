@@ -1,4 +1,4 @@
-"""What the generator tells of itself, wherever it was imported from: in the checkout, and as a program where it is installed."""
+"""What the generator says about itself, in the checkout or (run as a program) where it is installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unittest import mock
 
 
 def told(name: str) -> dict[str, Any]:
-    """What must be the same wherever the generator lies; ``name`` is what it is imported as."""
+    """Facts that must be the same wherever the generator is; ``name`` is the package name that it is imported by."""
     package = importlib.import_module(name)
     needing_ray = (
         () if importlib.util.find_spec("ray") else (".searching.cluster", ".searching.connection", ".searching.tuner")
@@ -27,14 +27,14 @@ def told(name: str) -> dict[str, Any]:
     listed = importlib.import_module("rich.console").Console(file=io.StringIO(), width=200)
     assert part[".commands"].list_problems(part[".commands"].Options(), listed) == 0
     problems = part[".workload"].default_problems()
-    with mock.patch.object(part[".publishing.audit"], "not_verified", return_value=None):  # which needs a checkout
+    with mock.patch.object(part[".publishing.audit"], "not_verified", return_value=None):  # it needs a checkout
         findings = list(part[".publishing.audit"].findings(problems, None, None))
     return {
         "modules": sorted(part),
         "digests": part[".rendering.structures"].digests(),
         "problems": listed.file.getvalue(),
         "findings": [(found.kind, found.text) for found in findings],
-        # What the digest of all that ships is over: it takes seconds, and is the same of the same texts.
+        # The texts behind the digest of all that ships. The digest takes seconds, and is the same for the same texts.
         "verified": {name: path.read_text() for name, path in part[".publishing.verified"].shipped()},
         "landscapes": sorted(path.name for path in part[".places"].LANDSCAPES.rglob("*.gz")),
         "page": part[".reporting.html.page"].page(part[".reporting.html.page"].Sources("none")),

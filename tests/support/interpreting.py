@@ -1,4 +1,4 @@
-"""Small kernels of what the interpreter does and refuses: python -m tests.support.interpreting prints what they give, as JSON."""
+"""Small kernels for what the interpreter does and refuses: python -m tests.support.interpreting prints results as JSON."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def shapes(x, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SECOND: tl.constex
 
 @triton.jit
 def operators(x, y, out, number, SIZE: tl.constexpr, OPERATION: tl.constexpr, CONSTANT: tl.constexpr):
-    """An operator between two blocks, of a block with a number on either side, and of two scalars."""
+    """An operator between two blocks, between a block and a number on either side, and between two scalars."""
     i = tl.arange(0, SIZE)
     a, b = tl.load(x + i)[:, None], tl.load(y + i)[None, :]
     first, second = tl.load(x), tl.load(y + 1)
@@ -103,7 +103,7 @@ def tried(kernel: Any, *arguments: Any, out: torch.Tensor) -> str:
 
 
 def of_operators() -> Iterator[tuple[str, str]]:
-    """Each twice, with other numbers: what was found of the first is taken of the second."""
+    """Every operator twice for each pair of types, with other numbers: the second run uses what was cached for the first."""
     alone = (
         torch.bool,
         torch.int8,
@@ -124,7 +124,7 @@ def of_operators() -> Iterator[tuple[str, str]]:
             constant = 0.1 if first.is_floating_point and operation in ("add", "mul", "lt") else 3
             for values in ([7, -6, 5, 1], [0, -1, 2**24 + 1, -9]):
                 x, y = torch.tensor(values).to(first), torch.tensor(values[::-1]).to(second)
-                y = torch.where(y == 0, torch.ones_like(y), y)  # which nothing is divided by
+                y = torch.where(y == 0, torch.ones_like(y), y)  # no division by zero
                 out = torch.zeros(6, 4, 4)
                 name = f"{operation} {first} {second} {values[0]}"
                 yield name, tried(operators, x, y, out, values[1], 4, operation, constant, out=out)
@@ -146,7 +146,7 @@ def told() -> dict[str, str]:
                 out = torch.zeros(4, dtype=torch.float32 if operation == "where" else dtype)
                 found[f"{operation} {name} {dtype}"] = tried(numbers, x, y, out, 4, operation, out=out)
     for dtype in (torch.float16, torch.float32, torch.int32):
-        for second in (1, 2, 4):  # 2 fits beside neither 1 nor 4
+        for second in (1, 2, 4):  # 2 cannot be broadcast to 4; 1 can
             x, out = torch.arange(16).view(4, 4).to(dtype), torch.zeros(4, 4)
             found[f"shapes {second} {dtype}"] = tried(shapes, x, out, 4, 4, second, out=out)
     found |= of_operators()

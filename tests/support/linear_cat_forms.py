@@ -1,4 +1,4 @@
-"""Calls of the linear layer over segments, held against the oracle."""
+"""Calls of the linear layer over segments, compared with float64; the oracle gives the tolerance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMS = {"tile": TILE, "vector": VECTOR}
 
 
 def build(spec: LinearCatSpec, rows: int, view: str) -> tuple[LinearCatCall, dict[str, Any]]:
-    """The call, and the guarded tensors below its tensors; view "wide": rows apart."""
+    """The call, and the guarded tensors that its tensors are views of; view "wide": gaps between rows."""
     draw, dtype = torch.Generator().manual_seed(0), getattr(torch, spec.dtype)
     bases: dict[str, Any] = {}
 
@@ -41,7 +41,7 @@ def build(spec: LinearCatSpec, rows: int, view: str) -> tuple[LinearCatCall, dic
 
 
 def assert_right(spec: LinearCatSpec, rows: int, variant: LinearCatVariant, view: str = "contiguous") -> None:
-    """Run a case and hold it against the oracle: result, canaries, inputs, every address touched."""
+    """Run a case and check it against float64: result, canaries, inputs, every address touched."""
     call, bases = build(spec, rows, view)
     before = {name: base.clone() for name, base in bases.items()}
     x, weight = np.concatenate([to_numpy(t) for t in call.segments], -1), to_numpy(call.weight)

@@ -1,4 +1,4 @@
-"""Whether a lock is held, asked at the moment when it must be."""
+"""Whether a lock is held right now."""
 
 from __future__ import annotations
 

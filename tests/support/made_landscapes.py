@@ -1,4 +1,4 @@
-"""Landscapes made up: every variant has a time."""
+"""Made-up landscapes: every variant has a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tuned.families.gru_cell.variant import GruCellVariant
 
 
 def landscape(problem: Problem, best: GruCellVariant) -> Landscape:
-    """A made-up one: an eighth more for each octave of a tile's side, and each of warps, away from the best."""
+    """A made-up landscape: each octave of a tile's side or of warps away from the best costs an eighth more."""
 
     def cost(variant: GruCellVariant) -> float:
         names = ("block_batch", "block_hidden", "num_warps")
@@ -33,13 +33,13 @@ def cell(batch: int, hidden: int = 1024, dtype: str = "bfloat16") -> Problem:
     )
 
 
-# In place there is the library's form only, whose tile has these three knobs.
+# Steps in place have the library's form only, whose tile has these three knobs.
 SMALL, LARGE = GruCellVariant("library", 1, 64, num_warps=2), GruCellVariant("library", 4, 256, num_warps=8)
 
 
 @functools.cache
 def made() -> list[Landscape]:
-    """Two of small problems and two of large ones; each takes half a second."""
+    """Landscapes of two small problems and two large ones; each takes half a second to make."""
     return [
         landscape(cell(8), SMALL),
         landscape(cell(16), SMALL),

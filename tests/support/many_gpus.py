@@ -1,6 +1,6 @@
-"""GPUs of many nodes with a fake stopwatch: what each is about to measure is a line in a file.
+"""GPUs of many nodes with a fake stopwatch: before each measurement a GPU writes a line into a file.
 
-`python -m tests.support.many_gpus FOLDER NODES OPTION...` is tune.py on a host with two of them.
+`python -m tests.support.many_gpus FOLDER NODES OPTION...` is tune.py on a host with two such GPUs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 MODEL = problem_named("gru_cell_512_64")
 PROBLEMS = [
     Problem(f"gru_{i}", "gru_cell", dataclasses.replace(MODEL.spec, hidden=256, inplace=True), GruCellSize(i))
-    for i in range(9, 13)  # few variants: 28 each
+    for i in range(9, 13)  # each has few variants: 28
 ]
 
 
@@ -45,16 +45,17 @@ def cost(problem: Problem, variant: Any) -> float:
 
 
 def everything() -> set[tuple[str, str]]:
-    """(problem, variant) of all that there is to measure."""
+    """All pairs (problem, variant) that there are to measure."""
     return {(p.name, str(v)) for p in PROBLEMS for v in legal_pool(p, 90).variants}
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the nodes of a test leave what a test looks at, and what each is told to do."""
+    """The folder where nodes leave what a test checks, and what each node is told to do."""
 
     folder: Path
-    # node -> "waits_at": a measurement that waits until the file "go" is there; "said": what its tuner says at first
+    # node -> "waits_at": the number of the measurement that waits until the file "go" is there; "said": what its tuner
+    # says at first
     nodes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -62,15 +63,15 @@ class Place:
         return self.folder / "measured.txt"
 
     def lines(self) -> list[list[str]]:
-        """Node, problem and variant of each measurement that was begun."""
+        """Node, problem and variant of each measurement that has begun."""
         return [line.split(" ", 2) for line in self.log.read_text().splitlines()] if self.log.exists() else []
 
     def measured(self) -> collections.Counter[tuple[str, ...]]:
-        """(problem, variant) -> how often it was measured, by anyone."""
+        """(problem, variant) -> how often any node measured it."""
         return collections.Counter(tuple(line[1:]) for line in self.lines())
 
     def by(self) -> collections.Counter[str]:
-        """Node -> how many measurements."""
+        """Node -> how many measurements it began."""
         return collections.Counter(line[0] for line in self.lines())
 
     def kept(self) -> int:
@@ -79,15 +80,15 @@ class Place:
         return path.read_text().count('"op_code":4') if path.exists() else 0
 
     def tuners(self) -> list[int]:
-        """The processes of all tuners that ever started."""
+        """The process ids of all tuners that ever started."""
         return [int(path.name) for path in (self.folder / "tuners").glob("*")]
 
     def forked_by(self) -> set[str]:
-        """The addresses of what forks for the tuners that ever started."""
+        """The addresses of the fork servers of all tuners that ever started."""
         return {path.read_text() for path in (self.folder / "tuners").glob("*")}
 
     def go(self) -> None:
-        """Let everyone measure on."""
+        """Let all waiting nodes go on."""
         (self.folder / "go").touch()
 
     def orders(self, **changes: Any) -> Orders:
@@ -99,7 +100,7 @@ class Place:
 
 @dataclasses.dataclass
 class LoggingWorker(FakeWorker):
-    """Says of each measurement that it starts it, and does then what it was told to."""
+    """Logs each measurement before it starts, and waits at the one where it was told to."""
 
     log: Path = Path()
     name: str = ""
@@ -116,7 +117,7 @@ class LoggingWorker(FakeWorker):
 
 @contextlib.contextmanager
 def tools(place: Place, index: int, compilers: int, waiting: Callable[[str], None]) -> Iterator[Any]:
-    """In place of generator.commands.on_gpu, on the node that the environment names."""
+    """Stands for generator.commands.on_gpu, on the node that the environment names."""
     del compilers
     assert index == 0, "Ray shows a tuner one GPU"
     name = os.environ.get("NODE") or f"gpu{os.environ['CUDA_VISIBLE_DEVICES']}"
@@ -133,7 +134,7 @@ def tools(place: Place, index: int, compilers: int, waiting: Callable[[str], Non
 
 @functools.cache
 def one_machine() -> list[Any]:
-    """The record that one GPU writes of the same problems."""
+    """The record that one GPU alone writes for the same problems."""
     with tempfile.TemporaryDirectory() as folder:
         place = Place(Path(folder))
         worker = FakeWorker(cost)

@@ -1,6 +1,6 @@
-"""RoPE and the GRU gates in NumPy float64, one explicit 2 x 2 matrix a pair: what every kernel is held against.
+"""RoPE and the GRU gates in NumPy float64, one explicit 2 x 2 matrix a pair: every kernel is checked against these.
 
-Written from the definition and sharing no code with tuned or generator, so that a slip there is not repeated here.
+Written from the definition and sharing no code with tuned or generator, so that a mistake there is not repeated here.
 Tensors are canonical, [seq, batch, heads, head_dim], whatever the layout of the call.
 """
 
@@ -10,7 +10,7 @@ import itertools
 
 import numpy as np
 
-# Bits of the significand, the implicit one counted, and exponent of the smallest subnormal number (IEEE 754; bfloat16
+# Bits of the significand with the implicit one, and the exponent of the smallest subnormal number (IEEE 754; bfloat16
 # has float32's exponents).
 PRECISION = {"float32": 24, "float16": 11, "bfloat16": 8}
 SMALLEST_EXPONENT = {"float32": -149, "float16": -24, "bfloat16": -133}
@@ -18,7 +18,7 @@ U32 = 2.0**-24  # unit roundoff of float32
 
 
 def pairs(rotary_dim: int, style: str) -> list[tuple[int, int]]:
-    """The two entries of each pair among ``rotary_dim``: features, where the first ones rotate."""
+    """The two entries of each pair among ``rotary_dim`` entries; these are the features if the first features rotate."""
     if style == "interleaved":
         return [(2 * j, 2 * j + 1) for j in range(rotary_dim // 2)]
     return [(j, j + rotary_dim // 2) for j in range(rotary_dim // 2)]
@@ -26,7 +26,7 @@ def pairs(rotary_dim: int, style: str) -> list[tuple[int, int]]:
 
 def features(head_dim: int, rotary_dim: int, style: str, rotated: str) -> list[tuple[int, int]]:
     """The two features of each pair that rotates."""
-    if rotated == "proportional":  # pairs of the whole head, of which the first few rotate
+    if rotated == "proportional":  # pairs span the whole head, and the first few of them rotate
         return pairs(head_dim, style)[: rotary_dim // 2]
     first = head_dim - rotary_dim if rotated == "last" else 0
     return [(first + a, first + b) for a, b in pairs(rotary_dim, style)]
@@ -47,7 +47,7 @@ def _places(seq: int, cu_seqlens: tuple[int, ...] | None) -> list[tuple[int, int
 
 
 def own_chunks(length: int, cp_size: int, cp_rank: int) -> list[int]:
-    """The places in a whole sequence of the tokens that one rank has: two of its 2 * cp_size chunks, in order."""
+    """Where the tokens of one rank are in the whole sequence: the rank has two of its 2 * cp_size chunks, in order."""
     chunks = np.array_split(np.arange(length), 2 * cp_size)
     return [int(place) for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank) for place in chunks[chunk]]
 
@@ -65,8 +65,8 @@ def call_positions(
     """The position of each token of a call, [seq][batch]; None for a token that no sequence holds.
 
     ``starts``: where the sequences start, one number for all, or one for each batch entry or packed sequence.
-    ``ids``: the positions themselves, [seq, batch]. ``cu_seqlens`` are those of whole sequences; the tokens of one rank
-    of ``cp_size`` are those of its chunks, sequence after sequence.
+    ``ids``: the positions themselves, [seq, batch]. ``cu_seqlens`` bound whole sequences; one rank of
+    ``cp_size`` has the tokens of its chunks, sequence after sequence.
     """
     if ids is not None:
         return [[int(position) for position in row] for row in ids]
@@ -89,7 +89,7 @@ def call_positions(
 def rows_at(table: np.ndarray, positions: list[list[int | None]]) -> np.ndarray:
     """[seq, batch, entries]: the row of ``table``, [rows, entries] or [batch, rows, entries], at each position.
 
-    NaN at positions past the rows, or below 0; zeros for tokens without one.
+    NaN at positions past the rows or below 0; zeros for tokens without a position.
     """
     out = np.zeros((len(positions), len(positions[0]) if positions else 0, table.shape[-1]))
     for (token, entry), _ in np.ndenumerate(out[..., 0]):
@@ -107,7 +107,7 @@ def radians_at(inv_freq: np.ndarray, positions: list[list[int | None]]) -> np.nd
 
 
 def matrices(cos: np.ndarray, sin: np.ndarray, first: int, second: int) -> np.ndarray:
-    """[seq, batch, 2, 2]: what a pair is multiplied by, from the entries of its two features."""
+    """[seq, batch, 2, 2]: the matrix that a pair is multiplied by, from the entries of its two features."""
     return np.stack(
         [
             np.stack([cos[..., first], -sin[..., first]], -1),
@@ -128,9 +128,9 @@ def rope(
     transposed: bool = False,
     held: np.ndarray | None = None,
 ) -> np.ndarray:
-    """x [seq, batch, heads, head_dim], the pairs ``turned`` rotated; ``cos`` and ``sin`` are [seq, batch, entries].
+    """x [seq, batch, heads, head_dim] with the pairs ``turned`` rotated; ``cos`` and ``sin`` are [seq, batch, entries].
 
-    All in float64. ``held`` [seq]: which tokens are rotated at all. What does not rotate is copied.
+    All in float64. ``held`` [seq]: which tokens are rotated at all. All other tokens and features are copied.
     """
     out = x.copy()
     tokens = np.flatnonzero(np.ones(len(x), dtype=bool) if held is None else held)
@@ -145,7 +145,7 @@ def rope(
 
 
 def ulp(values: np.ndarray, dtype: str) -> np.ndarray:
-    """The unit in the last place of each value in ``dtype``; that of the smallest number for zeros and for NaN."""
+    """The unit in the last place of each value in ``dtype``; for zeros and NaN that of the smallest number."""
     _, exponent = np.frexp(np.where(np.isfinite(values), values, 0.0))
     return 2.0 ** np.maximum(exponent - PRECISION[dtype], SMALLEST_EXPONENT[dtype])
 
@@ -164,8 +164,8 @@ def rope_tolerance(
     In float32 a result is first * cos - second * sin (or its like), with cos and sin at most 1 in size. Each product
     may be off by 2 units in the last place of the sine or cosine (CUDA's documented bound; a unit is at most 2^-24
     there), by its own rounding and by that of the sum: 4 x 2^-24 of |first| + |second|. Cosines and sines that are
-    multiplied by ``scaling`` are rounded once more, and as large as that. The store then rounds once, by half a unit in
-    the last place, or truncates, by a whole one.
+    multiplied by ``scaling`` are rounded once more, and are at most ``scaling`` in size. The store then rounds once, by
+    half a unit in the last place, or truncates, by a whole one.
     """
     out = np.zeros_like(wanted)
     roundings = 4 if scaling == 1.0 else 5 * abs(scaling)
@@ -192,7 +192,7 @@ def gru_gates(
     out, error = np.empty_like(h), np.empty_like(h)
     for j in range(hidden):
         i_r, i_z, i_n = j, hidden + j, 2 * hidden + j
-        with np.errstate(over="ignore"):  # 1 / (1 + inf) is the 0 that is right
+        with np.errstate(over="ignore"):  # 1 / (1 + inf) is 0, which is right
             r = 1 / (1 + np.exp(-(x[:, i_r] + hh[:, i_r])))
             z = 1 / (1 + np.exp(-(x[:, i_z] + hh[:, i_z])))
         n = np.tanh(x[:, i_n] + r * hh[:, i_n])
@@ -206,5 +206,5 @@ def gru_gates(
 
 
 def gru_tolerance(wanted: np.ndarray, arithmetic: np.ndarray, dtype: str, *, truncates: bool = False) -> np.ndarray:
-    """``arithmetic``, and one rounding (or truncation) of the result."""
+    """The error allowed: ``arithmetic``, and one rounding (or truncation) of the result."""
     return arithmetic + (1.0 if truncates else 0.5) * ulp(np.abs(wanted) + arithmetic, dtype)

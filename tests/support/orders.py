@@ -1,4 +1,4 @@
-"""Gradients, their gradients, and the gradients of those."""
+"""Gradients of first, second and third order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def of_several_orders(
     call: Callable[..., tuple[torch.Tensor, ...]], leaves: Sequence[torch.Tensor], orders: int = 3
 ) -> list[Any]:
-    """The gradients of each order; zeros for a leaf that nothing depends on."""
+    """The gradients of each order; zeros for a leaf that the result does not depend on."""
     total = sum((t**3 * torch.linspace(1, 2, t.numel()).view(t.shape)).sum() for t in call(*leaves))
     found: list[Any] = []
     for order in range(orders):

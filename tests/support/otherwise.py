@@ -1,4 +1,4 @@
-"""Random GRUs whose CUDA graph something else serves than the call: a kernel there and PyTorch's own here, or the other way."""
+"""Random GRUs that kernels serve in a CUDA graph and PyTorch's operators serve as a plain call, or the reverse."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.lookup.lookup import Gpu
 
 MOST_DRAWS = 600
-MOST_STATES = 2**25  # of all layers and directions: a process of its own has room for the gradients of such a GRU
+MOST_STATES = 2**25  # states of all layers and directions: one process has the memory for the gradients of such a GRU
 
 
 def drawn_otherwise(count: int, seed: int, gpu: Gpu, *, trained: bool) -> list[Shape]:
-    """So many random GRUs, half of which kernels serve as calls, and half in a graph; fewer where they are not found."""
+    """``count`` random GRUs, or fewer if not found: kernels serve half as plain calls only, the others in a graph only."""
     draw, found = random.Random(seed), {False: [], True: []}  # type: ignore[var-annotated]
     for _ in range(MOST_DRAWS):
         shape = drawn(draw)
@@ -34,7 +34,7 @@ def drawn_otherwise(count: int, seed: int, gpu: Gpu, *, trained: bool) -> list[S
 
 
 def by_kernels(shape: Shape, gpu: Gpu, *, captured: bool, trained: bool) -> bool:
-    """Whether kernels serve a random GRU on a GPU, which need not be at hand."""
+    """Whether kernels would serve a random GRU on ``gpu``, which need not be present."""
     with pytest.MonkeyPatch.context() as patched:
         for module in (run, training):
             patched.setattr(module, "gpu_of", lambda _device: gpu)
@@ -46,7 +46,7 @@ def by_kernels(shape: Shape, gpu: Gpu, *, captured: bool, trained: bool) -> bool
 
 
 def _call(shape: Shape) -> GruCall:
-    """The call of tensors without memory."""
+    """The call of a shape, with tensors on the device "meta"."""
     settings: dict[str, Any] = {"num_layers": shape.layers, "bidirectional": shape.bidirectional}
     given: dict[str, Any] = {"device": "meta", "dtype": getattr(torch, shape.dtype)}
     made = torch.nn.GRU(shape.hidden, shape.hidden, **settings, **given)

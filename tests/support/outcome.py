@@ -1,4 +1,4 @@
-"""What a call comes to, so that two can be compared."""
+"""The outcome of a call, so that two calls can be compared."""
 
 from __future__ import annotations
 

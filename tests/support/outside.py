@@ -1,4 +1,4 @@
-"""Families from outside of the tree, and processes that tune and call them."""
+"""Families from outside the tree, and processes that tune and call them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLES = ROOT / "examples" / "own_kernel"
 
 
 def copied(name: str, folder: Path) -> Path:
-    """The file of an example's family in a folder, as if it were a user's."""
+    """Copy the files of an example's family into a folder, as a user would have them; returns the Python file."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in (EXAMPLES / f"{name}.py", EXAMPLES / f"{name}.py.jinja"):
         shutil.copy(path, folder)
@@ -23,7 +23,7 @@ def copied(name: str, folder: Path) -> Path:
 
 
 def changed(file: Path, *pairs: tuple[str, str]) -> Path:
-    """The same file with texts replaced, each of which must be there."""
+    """Replace texts in a file, each of which must be there; returns the file."""
     text = file.read_text()
     for old, new in pairs:
         assert old in text, old
@@ -40,7 +40,7 @@ def run(
     new: bool = False,
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """A Python process in a folder outside of the tree, which finds this project and nothing else of it.
+    """Run a Python process in a folder outside the tree; it can import this project by PYTHONPATH only.
 
     ``new``: as tests.support.pythons says.
     """
@@ -51,5 +51,5 @@ def run(
 
 
 def tune(folder: Path, *arguments: str, new: bool = False) -> subprocess.CompletedProcess[str]:
-    """tune.py, called from a folder outside of the tree."""
+    """Run tune.py from a folder outside the tree."""
     return run(folder, str(ROOT / "tune.py"), *arguments, new=new)

@@ -1,4 +1,4 @@
-"""Covering sets: a few of many combinations that hold every pair of values the many hold."""
+"""Covering sets: a few combinations of many, with every pair of values that occurs in the many."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def covering(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A small subset of ``rows`` with every pair of values of two fields that any row has, chosen greedily."""
+    """A small subset of ``rows``, chosen greedily, with every pair of values of two fields that any row has."""
     rows = list(rows)
     masks = _masks(rows)
-    # A row brings at most what it brought when it was looked at last: only what may be the best is counted again.
+    # A row never brings more new pairs than when it was counted last, so only rows that may be the best are counted again.
     heap = [(-mask.bit_count(), at) for at, mask in enumerate(masks)]
     heapq.heapify(heap)
     left, chosen = functools.reduce(operator.or_, masks, 0), []
@@ -36,7 +36,7 @@ def covering(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _masks(rows: list[dict[str, Any]]) -> list[int]:
-    """For each row a number with a bit for each pair of values of two fields: wherever tests are collected, so with NumPy."""
+    """For each row a number with a bit for each pair of values of two fields. With NumPy: each collection of tests runs this."""
     if not rows:
         return []
     numbers: list[np.ndarray] = []
@@ -63,7 +63,7 @@ def sample(
     axes: dict[str, tuple[Any, ...]], legal: Callable[[dict[str, Any]], bool], count: int
 ) -> list[dict[str, Any]]:
     """``count`` legal combinations drawn at random, the same each time: for axes whose product is too large."""
-    # What random.choice does, in half the time: hundreds of thousands are drawn wherever tests are collected.
+    # As random.choice, in half the time: each collection of tests draws hundreds of thousands of values.
     bits = random.Random(0).getrandbits
     counted = [(name, values, len(values), len(values).bit_length()) for name, values in axes.items()]
     rows: list[dict[str, Any]] = []
@@ -80,5 +80,5 @@ def sample(
 
 
 def on_a_gpu(count: int) -> int:
-    """So many rows where there is a GPU: elsewhere their tests are collected and not run, which a few show as well."""
+    """``count`` with a GPU, else a fiftieth: tests are then collected and not run, which a few rows show as well."""
     return count if torch.cuda.is_available() else count // 50

@@ -1,4 +1,4 @@
-"""A port that nobody listens on."""
+"""A free port."""
 
 from __future__ import annotations
 

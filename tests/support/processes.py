@@ -1,4 +1,4 @@
-"""Processes of a test: forked, so that they start at once, and waited for with an end."""
+"""Processes of a test: forked, so that they start at once, and waited for with a time limit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STARTED: list[int] = []
 
 
 def forked(function: Callable[[], object]) -> int:
-    """A process that does only this; its exit code is 0 if nothing was raised."""
+    """Fork a process that only calls ``function``; its exit code is 0 if nothing was raised."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -38,9 +38,9 @@ def forked(function: Callable[[], object]) -> int:
 
 
 def end_all() -> None:
-    """End what a test that failed left behind."""
+    """End the processes that a failed test left behind."""
     for pid in STARTED:
-        with contextlib.suppress(ChildProcessError):  # waited for
+        with contextlib.suppress(ChildProcessError):  # the test has waited for it
             if os.waitpid(pid, os.WNOHANG)[0] == 0:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -48,28 +48,28 @@ def end_all() -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie, which nobody has asked after, does not."""
+    """Whether a process runs; a zombie, which nobody has waited for, does not."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-# What PyTorch for CUDA logs where there is a compiler and no GPU.
+# What a CUDA build of PyTorch logs where there is a compiler and no GPU.
 NO_RUNTIME = re.compile(r"^.*No CUDA runtime is found, using CUDA_HOME=.*\n", re.MULTILINE)
 
 
 def complaints(stderr: str) -> str:
-    """What a program said on stderr, without what it says of this machine."""
+    """What a program wrote to stderr, without the line that depends on this machine."""
     return NO_RUNTIME.sub("", stderr)
 
 
-BACKSTOP_SECONDS = 600.0  # what waits so long waits for ever: no load makes it right or wrong
+BACKSTOP_SECONDS = 600.0  # a wait of this length never ends: no load on the machine decides a test
 HUNG = "hung on purpose"  # what a process of a test prints before it hangs
 
 
 def only_the_hung_are_out_of_time(child: Child) -> float:
-    """In place of Child.now: the time stands still until the process has said that it hangs, and then is over."""
+    """In place of Child.now: time stands still until the process has printed that it hangs, and then is over."""
     return math.inf if HUNG in child.tail() else 0.0
 
 
@@ -80,7 +80,7 @@ def hang() -> None:
 
 
 def wait_for(condition: Callable[[], object], seconds: float = BACKSTOP_SECONDS) -> None:
-    """Wait until it holds.
+    """Wait until ``condition`` holds.
 
     Raises:
         AssertionError: it never did.
@@ -89,6 +89,5 @@ def wait_for(condition: Callable[[], object], seconds: float = BACKSTOP_SECONDS)
     while not condition():
         assert time.monotonic() < until, "it never came"
         time.sleep(pause)
-        pause = min(
-            1.5 * pause, 0.1
-        )  # what takes seconds is not asked for thousands of times: many conditions read files
+        # A wait of seconds must not check thousands of times: many conditions read files.
+        pause = min(1.5 * pause, 0.1)

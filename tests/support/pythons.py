@@ -1,8 +1,8 @@
-"""Python commands in processes of their own that need not import torch and Triton again, which takes 1.6 s each time.
+"""Python commands in separate processes that need not import torch and Triton again, which takes 1.6 s each time.
 
-``python`` is ``subprocess.run([sys.executable, ...])``, forked from a process that has imported what others have written and
-nothing of this project. One such process serves all of a test process. What a new interpreter alone shows (an import that is
-missing, one that comes too late) it hides: of each kind of command a test starts one with ``new=True``.
+``python`` acts like ``subprocess.run([sys.executable, ...])``, but forks from a server process that has imported other
+packages and nothing of this project. Each test process starts a server of its own. Forking hides what only a new interpreter
+shows (an import that is missing or comes too late), so for each kind of command a test starts one with ``new=True``.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 PRELOAD = ("numpy", "torch", "triton.language", "triton.compiler", "jinja2", "optuna", "rich.console", "typer.testing")
-# Variables that nothing of PRELOAD reads while it is imported. There is a process for all that the others are.
+# Variables that no package of PRELOAD reads while it is imported. Each set of values of all other variables gets a server.
 LATE = ("CUDA_VISIBLE_DEVICES", "PYTEST_", "PYTHONPATH", "TRITON_CACHE_DIR", "TUNED_", "XDG_")
 _SERVERS: dict[tuple[tuple[str, str], ...], _Server] = {}
 
 
 class _Server:
-    """A process that forks others, as the one that asks holds it."""
+    """The client's end of a process that forks others."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.socket, theirs = socket.socketpair()
@@ -41,7 +41,7 @@ class _Server:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.pythons", str(theirs.fileno())],
                 cwd=ROOT,
-                # Where this process finds packages, that one does; each command has a PYTHONPATH of its own.
+                # The server finds packages where this process does; each command has a PYTHONPATH of its own.
                 env={**environment, "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -57,7 +57,7 @@ class _Server:
             assert told, "the process that forks others has ended"
             out.seek(0)
             err.seek(0)
-            # As subprocess.run decodes them, text=True.
+            # Decode as subprocess.run does with text=True.
             texts = (file.read().decode().replace("\r\n", "\n").replace("\r", "\n") for file in (out, err))
             return subprocess.CompletedProcess([sys.executable, *command], int(told), *texts)
 
@@ -70,9 +70,9 @@ class _Server:
 def python(
     *command: str, cwd: Path = ROOT, environment: dict[str, str] | None = None, new: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """What ``python SCRIPT``, ``-c TEXT`` or ``-m MODULE`` gives, with arguments, in a folder and an environment."""
+    """Run ``python SCRIPT``, ``-c TEXT`` or ``-m MODULE`` with arguments, in a folder and an environment."""
     environment = dict(os.environ if environment is None else environment)
-    if new or torch.cuda.device_count():  # a driver is not forked
+    if new or torch.cuda.device_count():  # a process with a CUDA driver must not be forked
         whole = [sys.executable, *command]
         return subprocess.run(whole, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     key = tuple(sorted(item for item in environment.items() if not item[0].startswith(LATE)))
@@ -90,13 +90,13 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     while len(data) < count:
         part = connection.recv(count - len(data))
         if not part:
-            os._exit(0)  # who asks is gone
+            os._exit(0)  # the client is gone
         data += part
     return data
 
 
 def _served(connection: socket.socket) -> tuple[list[str], str, dict[str, str]]:
-    """Fork for each command; it returns in each child, with what that is to do."""
+    """Fork for each command. Returns only in the children: the command, its folder and its environment."""
     while True:
         begun, files, _, _ = socket.recv_fds(connection, 8, 2)
         size = begun + _exactly(connection, 8 - len(begun))
@@ -115,7 +115,7 @@ def _served(connection: socket.socket) -> tuple[list[str], str, dict[str, str]]:
 
 
 def _become(command: list[str], cwd: str, environment: dict[str, str], paths: list[str]) -> None:
-    """Do what a new interpreter does with these arguments; how it ends is for the end of this one to see."""
+    """Do what a new interpreter does with these arguments; the caller handles how the command ends."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
@@ -123,7 +123,7 @@ def _become(command: list[str], cwd: str, environment: dict[str, str], paths: li
         del sys.modules[name]
     importlib.invalidate_caches()
     tempfile.tempdir = None
-    sys.modules["numpy"].random.seed()  # else all have the same numbers; Python's own seeds itself after a fork
+    sys.modules["numpy"].random.seed()  # else all children draw the same numbers; Python's random reseeds itself
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     kind = command[0]
@@ -142,7 +142,7 @@ def _become(command: list[str], cwd: str, environment: dict[str, str], paths: li
 
 
 def _end(code: Any) -> NoReturn:
-    """End as an interpreter does, but leave its modules to the system: to take torch apart takes 0.2 s."""
+    """End as an interpreter does, but without tearing modules down: for torch that takes 0.2 s."""
     if not isinstance(code, int | None):
         sys.stderr.write(f"{code}\n")
         code = 1
@@ -157,7 +157,7 @@ def _end(code: Any) -> NoReturn:
 
 
 def _main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asks ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client ends this process
     given = [str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     paths = [path for path in sys.path if path and path not in given and Path(path) != ROOT]
     for name in PRELOAD:

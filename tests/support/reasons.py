@@ -1,8 +1,8 @@
-"""What broken kernels are told to be."""
+"""The reasons that are recorded for broken kernels."""
 
 from __future__ import annotations
 
-# deed -> what is said of it, and whether the worker is lost with it
+# deed -> the reason that is recorded, and whether the worker is lost
 REASONS = {
     "illegal access": (r"illegal memory access", True),
     "killed": (r"the process died \(killed by SIGKILL\)", True),

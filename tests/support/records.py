@@ -1,4 +1,4 @@
-"""A winner as tests want it."""
+"""A made-up winner for tests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the tests of RoPE's hot path share: CPU tensors that take the way of GPU tensors, and a watch on every launch.
+"""What the tests of RoPE's hot path share: CPU tensors that take the code path of GPU tensors, and a watch on every launch.
 
-A public launch stands for compiling. A direct launch is held against one derived afresh, without any cache, from the very
-tensors of the call that made it: the kernel, what it was compiled for, the grid, the pointers and the numbers.
+A public launch stands for compiling. Each direct launch is compared with a launch that is derived afresh, without any cache,
+from the tensors of the same call: the kernel, what it was compiled for, the grid, the pointers and the numbers.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 STREAM = 7
-GPU = Gpu("nvidia_h200", 90, 132, "NVIDIA H200")  # one that has a table
+GPU = Gpu("nvidia_h200", 90, 132, "NVIDIA H200")  # a GPU that has a table
 
 
 def kinds(launch: Launch) -> tuple[Any, ...]:
-    """What Triton itself specialises on, asked of Triton: a type and a kind for each argument, as for an NVIDIA GPU."""
+    """What Triton specialises on for an NVIDIA GPU, as Triton itself answers: a type and a kind for each argument."""
     from triton._C.libtriton import native_specialize_impl  # noqa: PLC0415 - only where launches are made
     from triton.backends.nvidia.compiler import CUDABackend  # noqa: PLC0415
 
@@ -57,7 +57,7 @@ def kinds(launch: Launch) -> tuple[Any, ...]:
 
 
 def strides_unused(spec: RopeSpec, call: RopeCall) -> set[str]:
-    """Strides that only the index 0 is multiplied by. What they say is kept, but changes nothing.
+    """Strides that are only ever multiplied by the index 0. A plan keeps their values, which change nothing.
 
     PyTorch calls tensors contiguous whatever the strides of their axes of length 1.
     """
@@ -72,7 +72,7 @@ def strides_unused(spec: RopeSpec, call: RopeCall) -> set[str]:
 
 
 class Compiled:
-    """Stands for a compiled kernel: what it was compiled for, and where a launch of it is told."""
+    """Stands for a compiled kernel: what it was compiled for, and the watch that its launches are reported to."""
 
     function, packed_metadata = "function", "metadata"
 
@@ -89,7 +89,7 @@ class Compiled:
 
 
 class Watch:
-    """Counts launches, and does what each would do; ``interpreted`` by Triton's interpreter, else by the formula."""
+    """Counts launches and computes what each would: in Triton's interpreter if ``interpreted``, else by the formula."""
 
     def __init__(self, genuine: Any) -> None:
         self.genuine = genuine
@@ -114,7 +114,7 @@ class Watch:
         return Compiled(self, now.part)
 
     def direct_launch(self, compiled: Compiled, programs: int, values: tuple[Any, ...]) -> None:
-        """Hold a direct launch against a fresh one, then do what it would."""
+        """Compare a direct launch with one derived afresh, then compute what it would."""
         self.direct += 1
         given, settings = self._under_way.stack[-1]
         try:
@@ -163,7 +163,7 @@ class Watch:
         read = [t for t in (call.x, call.key, call.cos, call.sin) if t is not None]
         assert not any(t.is_neg() for t in read), "a kernel reads memory, which is not negated"
         if self.interpreted:
-            constants = part.constants | {"PDL": False}  # the interpreter knows no kernel before this one
+            constants = part.constants | {"PDL": False}  # the interpreter has no dependent launch
             with np.errstate(all="ignore"):
                 launch_public(kernel(part.kernel), dataclasses.replace(part, constants=constants))
             return
@@ -173,7 +173,7 @@ class Watch:
             return
         with torch.no_grad():
             results = rotate(spec, call)
-        # .data: a kernel's writes are not counted as versions.
+        # .data: a kernel's writes do not raise a tensor's version counter.
         for out, result in zip((call.out, call.key_out), results, strict=True):
             if out is not None:
                 out.data.copy_(result)
@@ -185,12 +185,12 @@ def specialised(name: str) -> tuple[bool, ...]:
 
 
 def with_parameters(name: str) -> Any:
-    """What the interpreter's functions lack: their parameters."""
+    """The parameters of a kernel, which the interpreter's functions lack."""
     return types.SimpleNamespace(params=[types.SimpleNamespace(name=parameter) for parameter in kernel(name).arg_names])
 
 
 def forget() -> None:
-    """All that was decided and compiled."""
+    """Drop all plans and all compiled kernels."""
     tuned.calls.rope.lengths._CLASSES.clear()
     tuned.calls.rope.call._PLANS.clear()
     tuned.calls.rope.append._PLANS.clear()
@@ -209,13 +209,13 @@ def interpret(launched: tuple[Launch, ...], _launch: Any = None) -> None:
 
 @pytest.fixture
 def chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tables stay as they are, and what they have for a spec and a size is looked for once."""
+    """Look up each spec and size in the tables once: the tables do not change during these tests."""
     monkeypatch.setattr(tuned.calls.rope.plan, "choose", _chosen)
 
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
-    """CPU tensors go the way of GPU tensors; what would be launched is watched."""
+    """CPU tensors take the code path of GPU tensors, and every launch is watched."""
     if torch.cuda.is_available():
         pytest.skip("the way of GPU tensors is tested on GPU tensors there")
     made = Watch(tuned.calls.rope.call.call)
@@ -227,22 +227,22 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     for module in (plan, tuned.calls.rope.lengths, tuned.calls.rope.append):
         monkeypatch.setattr(module, "gpu_of", lambda _device: GPU)
     monkeypatch.setattr(plan, "capturing", lambda: False)
-    # A torch that knows CUDA raises where there is no driver.
+    # A CUDA build of torch raises where there is no driver.
     for module in (tuned.calls.rope.call, tuned.calls.rope.append):
         monkeypatch.setattr(module, "current_device", lambda: -1)
-    # Direct launches of calls with a cache are watched by tests.support.append.
+    # tests.support.append watches the direct launches of calls that write a cache.
     monkeypatch.setattr(tuned.calls.rope.append, "direct_launch", lambda *_: None)
     monkeypatch.setattr(tuned.calls.rope.lengths, "kernel", with_parameters)
     monkeypatch.setattr(plan, "run_public", made.run_public)
     monkeypatch.setattr(tuned.calls.rope.saved, "run_steps", interpret)
     monkeypatch.setattr(tuned.launching.plan, "_specialised", specialised)
-    # A GPU is not waited for, so the values of positions are not seen.
+    # Dispatch never waits for a GPU, so it does not check the values of positions.
     monkeypatch.setattr(tuned.calls.rope.arguments, "_values_reach", lambda *_: None)
-    # What tuned.launching.plan.direct_launch asks of the device and of Triton.
+    # The questions that tuned.launching.plan.direct_launch asks the device and Triton.
     monkeypatch.setattr(tuned.launching.plan, "hooks", lambda: made.listeners)
     monkeypatch.setattr(tuned.launching.plan, "direct_supported", lambda _device: True)
     monkeypatch.setattr(tuned.launching.plan, "raw_stream", lambda: lambda _device: STREAM)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # as the index of a CPU device
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
     forget()
     yield made
@@ -251,17 +251,17 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
 
 # Calls by their properties ------------------------------------------------------------------------------------------
 
-ROWS = 40  # positions that the tables have
+ROWS = 40  # positions in the tables of angles
 OFFSET = 3
 
 
 class Marked(torch.Tensor):
-    """A tensor with rules of its own, as far as anybody can tell."""
+    """A tensor subclass: dispatch must assume that it overrides operators."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call: everything that may differ between two. A field's first choice in CHOICES is its usual one."""
+    """One call: all properties in which two calls may differ. The first choice of a field in CHOICES is its default."""
 
     layout: str = "bshd"
     batch: int = 2
@@ -269,9 +269,9 @@ class Case:
     heads: int = 4
     head_dim: int = 16
     key_heads: int | None = 2  # None: no key
-    kv_heads: int | None = None  # of a packed qkv, which has no key; 0: with an axis of 3
+    kv_heads: int | None = None  # KV heads of a packed qkv, which has no key; 0: qkv has an axis of length 3
     dtype: torch.dtype = torch.float32
-    key_dtype: torch.dtype | None = None  # that of x
+    key_dtype: torch.dtype | None = None  # None: the dtype of x
     view: str = "contiguous"  # of x; see ``seen``
     key_view: str = "contiguous"
     kind: str = "tensor"  # or "parameter", "subclass"
@@ -291,8 +291,8 @@ class Case:
     place: str = "order"  # or "shifted", "offset", "starts", "ids", "shared"
     index_dtype: torch.dtype = torch.int64
     index_view: str = "contiguous"
-    number: int = OFFSET  # of "shifted"
-    sequences: int = 2  # packed
+    number: int = OFFSET  # the offset of "shifted"
+    sequences: int = 2  # of the layout "thd"
     bounds_view: str = "contiguous"
     max_seqlen: int | None = None
     scaling: float = 1.0
@@ -352,8 +352,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def seen(t: torch.Tensor, view: str) -> torch.Tensor:  # noqa: PLR0911 - one return a view
-    """The values of t in another place or with other strides."""
-    if view == "swapped" and t.ndim > 1:  # the first two axes, or [rows, entries], the other way round in memory
+    """The values of t in other memory or with other strides."""
+    if view == "swapped" and t.ndim > 1:  # the first two axes (of angles: [rows, entries]) are swapped in memory
         return t.transpose(0, 1).contiguous().transpose(0, 1)
     if view == "packed" and t.ndim > 1:  # a part of something wider
         wide = t.new_zeros(*t.shape[:-2], t.shape[-2] + 3, t.shape[-1] + 16 * (t.ndim < 3))
@@ -379,7 +379,7 @@ def seen(t: torch.Tensor, view: str) -> torch.Tensor:  # noqa: PLR0911 - one ret
 def _rotated(
     case: Case, heads: int, dtype: torch.dtype, view: str, grad: str, generator: torch.Generator, device: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A tensor to rotate, and the leaf whose gradient it needs."""
+    """A tensor to rotate, and the leaf that gets its gradient, or None."""
     leading = {"bshd": (case.batch, case.seq), "sbhd": (case.seq, case.batch), "thd": (case.batch * case.seq,)}
     shape: tuple[int, ...] = (*leading[case.layout], heads, case.head_dim)
     if case.kv_heads is not None:
@@ -407,7 +407,7 @@ def _bounds(tokens: int, case: Case) -> torch.Tensor:
 def build(  # noqa: PLR0912 - one branch a property
     case: Case, device: str = "cpu"
 ) -> tuple[Given, Settings, list[torch.Tensor]]:
-    """New tensors for a case, its settings, and the leaves that get gradients; not every case is one that RoPE accepts."""
+    """New tensors for a case, its settings, and the leaves that get gradients; RoPE does not accept every case."""
     generator = torch.Generator().manual_seed(0)
     x, leaf = _rotated(case, case.heads, case.dtype, case.view, case.x_grad, generator, device)
     key, key_leaf = None, None

@@ -1,4 +1,4 @@
-"""One RoPE call with tensors of any shape in memory: build it, run it, and hold everything it did against the oracle."""
+"""One RoPE call with tensors of any shape in memory: build it, run it, and check everything it did against the oracle."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
     from tuned.families.rope.spec import RopeSpec
     from tuned.families.rope.variant import RopeVariant
 
-# How a tensor lies in memory, as (what is allocated, how x is seen in it).
+# How a tensor lies in memory: see _view.
 VIEWS = ("contiguous", "qkv", "swapped", "transposed", "offset", "thirds", "expanded")
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeCase:
-    """What a call is given besides its spec. A key has a view of its own, or is part of the tensor that x is part of."""
+    """What a call is given besides its spec. The key has its own view, or is part of the same tensor as x ("packed")."""
 
     spec: RopeSpec
     seq: int  # tokens along the token axis
     batch: int = 1
     angle_rows: int | None = None  # seq when not given
-    angle_scale: float = 1.0  # freqs, or radians a position, are this times a normal number
+    angle_scale: float = 1.0  # factor of the normal random numbers that are freqs, or radians a position
     x_view: str = "contiguous"
     out_view: str = "contiguous"
     angle_view: str = "contiguous"  # or "strided": rows and entries apart; or "transposed"
     cu_seqlens: tuple[int, ...] | None = None
-    padding: float | None = None  # what x holds in tokens of no sequence, when not a normal number
+    padding: float | None = None  # the value of x in tokens of no sequence; None: random as elsewhere
     seed: int = 0
     key_view: str = "contiguous"  # or "packed": q, k and v are heads of one tensor, of which x and key are views
     key_out_view: str = "contiguous"
     starts: tuple[int, ...] | int = 0  # one number ("shifted", "offset"), or one a sequence ("starts")
-    ids: tuple[tuple[int, ...], ...] | None = None  # [seq][batch]; of one entry a token, shared by the batch
+    ids: tuple[tuple[int, ...], ...] | None = None  # [seq][batch]; or [seq][1], shared by the batch
     index_dtype: str = "int32"
     cp_size: int = 1
     cp_rank: int = 0
@@ -71,7 +71,7 @@ class RopeCase:
 
 
 def _view(shape: tuple[int, ...], dtype: torch.dtype, how: str, heads_axis: int) -> tuple[Any, torch.Tensor]:
-    """A tensor of ``shape`` that lies in memory as ``how`` says, and the guarded contiguous one that it is a view of."""
+    """A tensor of ``shape`` that lies in memory as ``how`` says, and the guarded contiguous tensor that it is a view of."""
     axes = list(shape)
     if how == "qkv":  # the second of three tensors packed along the heads, as one projection gives them
         axes[heads_axis] *= 3
@@ -88,7 +88,7 @@ def _view(shape: tuple[int, ...], dtype: torch.dtype, how: str, heads_axis: int)
     if how in (
         "offset",
         "thirds",
-    ):  # no alignment at all: rows wider by three from the second element; every third of them
+    ):  # no alignment: rows that are wider by three, from the second element on; or every third element
         wider = axes[-1] + 3 if how == "offset" else 3 * axes[-1]
         base = guarded((*axes[:-1], wider), dtype, DEVICE)
         return base[..., 1 : 1 + shape[-1]] if how == "offset" else base[..., 1::3], base
@@ -102,7 +102,7 @@ def _view(shape: tuple[int, ...], dtype: torch.dtype, how: str, heads_axis: int)
 
 
 def shape_of(case: RopeCase, heads: int) -> tuple[int, ...]:
-    """The shape of a tensor with so many heads in the layout of the call."""
+    """The shape of a tensor with ``heads`` heads in the layout of the call."""
     spec = case.spec
     tokens = {"bshd": (case.batch, case.seq), "sbhd": (case.seq, case.batch), "thd": (case.seq,)}[spec.layout]
     return (*tokens, heads, spec.head_dim)
@@ -120,11 +120,11 @@ def _strides(tensor: Any, layout: str) -> tuple[int, int, int, int]:
 
 @dataclasses.dataclass
 class Built:
-    """The tensors of a case, the call made of them, and what they held before it."""
+    """The tensors of a case, the call that takes them, and their values before the call."""
 
     case: RopeCase
     call: RopeCall
-    bases: dict[str, torch.Tensor]  # name -> the guarded contiguous tensor below
+    bases: dict[str, torch.Tensor]  # name -> the guarded contiguous tensor that a tensor is a view of
     before: dict[str, torch.Tensor]  # clones of the bases
     x_before: np.ndarray  # canonical, float64
     key_before: np.ndarray | None
@@ -136,7 +136,7 @@ class Built:
         run(launches(self.case.spec, variant, self.call))
 
     def outs(self) -> dict[str, tuple[Any, Any, np.ndarray]]:
-        """Name -> what is read, what is written, and what it held before, of x and of the key."""
+        """For x and the key: name -> the tensor read, the tensor written, and the values read, as they were before the call."""
         call = self.call
         found = {"x": (call.x, call.out, self.x_before)}
         if self.key_before is not None:
@@ -145,7 +145,7 @@ class Built:
 
 
 def _guarded_view(shape: tuple[int, ...], dtype: torch.dtype, how: str) -> tuple[Any, torch.Tensor]:
-    """A tensor of angles or positions, whose entries lie apart or the other way round, and the one it is a view of."""
+    """A tensor of angles or positions, strided or transposed as ``how`` says, and the guarded tensor that it is a view of."""
     if how == "strided":
         base = guarded((*shape[:-2], 2 * shape[-2] + 1, 3 * shape[-1]), dtype, DEVICE)
         return base[..., 1 : 1 + 2 * shape[-2] : 2, ::3], base
@@ -163,7 +163,7 @@ def _angles(case: RopeCase, rows: int, draw: torch.Generator) -> tuple[list[Any]
     radians = torch.randn(shape, generator=draw, dtype=torch.float64) * case.angle_scale
     values = [radians] if spec.computes_sincos else [radians.cos(), radians.sin()]
     dtype = getattr(torch, spec.angle_dtype)
-    if case.angle_view == "halves":  # cosines and sines of one cache
+    if case.angle_view == "halves":  # cosines and sines are the halves of one cache
         base = guarded((rows, 2 * width), dtype, DEVICE)
         views, bases = [base[:, :width], base[:, width:]], [base]
     else:
@@ -181,7 +181,7 @@ def _index(case: RopeCase) -> tuple[Any, tuple[int, int]]:
         return None, (0, 0)
     if mode == "offset":
         return torch.tensor(case.starts, dtype=dtype, device=DEVICE), (0, 0)
-    if mode == "starts":  # two apart: what lies between must not be read
+    if mode == "starts":  # stride 2: the elements between must not be read
         return torch.tensor(case.starts, dtype=dtype, device=DEVICE).repeat_interleave(2)[::2], (0, 2)
     ids = torch.tensor(case.ids, dtype=dtype, device=DEVICE).t().contiguous()  # [batch or 1, seq]
     if len(ids) == 1:
@@ -190,7 +190,7 @@ def _index(case: RopeCase) -> tuple[Any, tuple[int, int]]:
 
 
 def _turns(case: RopeCase, taken: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Cosine and sine of each token, [seq, batch, entries], of angles as the kernel reads them."""
+    """Cosine and sine of each token, [seq, batch, entries], from the angles as the kernel reads them (``taken``)."""
     spec, positions = case.spec, case.positions()
     if spec.angles == "inv_freq":
         radians = oracle.radians_at(taken[0][0], positions)
@@ -204,7 +204,7 @@ def _turns(case: RopeCase, taken: list[np.ndarray]) -> tuple[np.ndarray, np.ndar
 def _rotated(
     case: RopeCase, heads: int, views: tuple[str, str], draw: torch.Generator
 ) -> tuple[list[Any], list[torch.Tensor]]:
-    """A tensor to rotate, random, and where its result goes; and the guarded ones they are views of."""
+    """A random tensor to rotate and the tensor for its result; and the guarded tensors that they are views of."""
     spec, shape = case.spec, shape_of(case, heads)
     dtype, heads_axis = getattr(torch, spec.dtype), 1 if spec.layout == "thd" else 2
     x, base = _view(shape, dtype, views[0], heads_axis)
@@ -219,7 +219,7 @@ def _rotated(
 
 
 def _query_and_key(case: RopeCase, draw: torch.Generator) -> tuple[dict[str, list[Any]], dict[str, list[torch.Tensor]]]:
-    """Name -> what is read and what is written, and the same of the guarded tensors below."""
+    """Name -> the tensors read and written; and name -> the guarded tensors that these are views of."""
     spec, axis = case.spec, 1 if case.spec.layout == "thd" else 2
     if case.key_view != "packed":
         found = {"x": _rotated(case, spec.heads, (case.x_view, case.out_view), draw)}
@@ -290,7 +290,7 @@ def build(case: RopeCase) -> Built:
 
 
 def wanted(built: Built, before: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """The result of x, or of what the key held before, and the error allowed, canonical."""
+    """The right result for x, or for the values ``before`` of the key, and the error allowed; both canonical."""
     case, spec, held = built.case, built.case.spec, built.case.held()
     x = built.x_before if before is None else before
     out = oracle.rope(
@@ -306,7 +306,7 @@ def wanted(built: Built, before: np.ndarray | None = None) -> tuple[np.ndarray, 
     bound = oracle.rope_tolerance(
         x, out, spec.dtype, turned=case.turned(), scaling=case.scaling, truncates=truncates(spec.dtype)
     )
-    bound[~held] = 0  # copied, or not touched
+    bound[~held] = 0  # these tokens are copied, or not touched in place
     if spec.copied_heads and before is None:
         first = spec.heads - spec.copied_heads
         out[:, :, first:], bound[:, :, first:] = x[:, :, first:], 0
@@ -314,7 +314,7 @@ def wanted(built: Built, before: np.ndarray | None = None) -> tuple[np.ndarray, 
 
 
 def assert_close(got: np.ndarray, want: np.ndarray, bound: np.ndarray) -> None:
-    """Within the bound, NaN where NaN is right and nowhere else; a bound of zero means equal, infinities too."""
+    """Every element is within its bound, and NaN only where NaN is right; a bound of 0 means equal, also for infinities."""
     with np.errstate(invalid="ignore"):
         right = (got == want) | (np.isnan(got) & np.isnan(want)) | (np.abs(got - want) <= bound)
     if not right.all():
@@ -326,7 +326,7 @@ def assert_close(got: np.ndarray, want: np.ndarray, bound: np.ndarray) -> None:
 
 
 def assert_right(case: RopeCase, variant: RopeVariant) -> None:
-    """Run a case and hold it against the oracle: result, canaries, inputs, what lies between, every address touched."""
+    """Run a case and check its result against the oracle, and all memory: canaries, inputs, gaps, every address touched."""
     built = build(case)
     if INTERPRETED:
         with watched() as traffic:
@@ -341,7 +341,7 @@ def assert_right(case: RopeCase, variant: RopeVariant) -> None:
 
 
 def assert_memory_right(built: Built) -> None:
-    """Canaries stand, inputs are as they were, and what lies between the elements of the output was not written."""
+    """Canaries are intact, inputs are unchanged, and the memory between the elements of the output was not written."""
     written = built.outs()
     for name, base in built.bases.items():
         assert bool(intact(base)), f"a canary beside {name} was overwritten"
@@ -356,7 +356,7 @@ def assert_memory_right(built: Built) -> None:
 
 
 def _moved(built: Built) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Addresses of the elements that may be read, must be read, and must be written, of x and of the key."""
+    """Addresses of the elements of x and the key that may be read, that must be read, and that must be written."""
     case, spec = built.case, built.case.spec
     may, must, written = [], [], []
     for x, out, _ in built.outs().values():
@@ -373,7 +373,8 @@ def _moved(built: Built) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def assert_traffic_right(built: Built, traffic: Traffic, variant: RopeVariant) -> None:
     """No address outside the tensors, each element that moves read once and written once, and no race in place.
 
-    Of whole rows what turns is read twice, by the program that writes it: for itself, and for the other of its pair.
+    A variant of whole rows reads each feature that rotates twice, in the program that writes it: for the feature itself, and
+    for the other feature of its pair.
     """
     case, spec, call = built.case, built.case.spec, built.call
     loaded, stored = traffic.loaded(), traffic.stored()

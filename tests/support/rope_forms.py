@@ -16,7 +16,7 @@ def angles(entries: int = D // 2) -> torch.Tensor:
 
 
 def turned(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-    """The formula for [b, s, h, d], style half, an entry a pair, in operators that PyTorch differentiates."""
+    """The formula for [b, s, h, d], style half and one entry a pair, in operators that autograd differentiates."""
     cos, sin = (
         f(freqs[: x.shape[1]].to(torch.promote_types(x.dtype, torch.float32)))[:, None] for f in (torch.cos, torch.sin)
     )

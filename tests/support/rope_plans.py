@@ -1,4 +1,4 @@
-"""RoPE calls, and whether what the hot path gives is right."""
+"""RoPE calls, and a check of the hot path's results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def gradients(results: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[A
 
 
 def in_eager(given: Given, asked: Settings, leaves: list[torch.Tensor]) -> Outcome:
-    """What PyTorch's operators give, out of place, after the refusals that in place has."""
+    """What PyTorch's operators give, computed out of place, after the refusals of calls in place."""
     prepare(given, asked, make_out=lambda t: t)
     if asked.inplace:
         for t in rotated(given):
@@ -55,7 +55,7 @@ def in_eager(given: Given, asked: Settings, leaves: list[torch.Tensor]) -> Outco
 
 
 def by_dispatch(given: Given, asked: Settings, leaves: list[torch.Tensor]) -> Outcome:
-    """What the call gives, after looking at what it did to its tensors."""
+    """What the call gives, after checking what it did to its tensors."""
     tensors = rotated(given)
     before = [(t.detach().clone(), None if t.is_inference() else t._version) for t in tensors]
     try:
@@ -89,14 +89,14 @@ def wanted_of(case: Case, device: str = "cpu") -> Any:
 
 
 def check(case: Case, device: str = "cpu") -> None:
-    """Hold a call against PyTorch's operators: results, gradients, what requires one, what was written, or the refusal."""
+    """Compare a call with PyTorch's operators: results, gradients, which results require one, writes, or the refusal."""
     found, wanted = outcome(by_dispatch, case, device), wanted_of(case, device)
     if isinstance(wanted, Exception) or isinstance(found, Exception):
         refused = isinstance(wanted, Exception) and isinstance(found, Exception)
-        # Of a leaf given twice both may be said.
+        # If x and key are the same leaf, either of two refusals is right.
         assert type(found) is type(wanted) or (refused and case.shares), f"{case}: {found}"
         return
-    # On a GPU sines and cosines are not PyTorch's to the last bit, and so neither are roundings.
+    # On a GPU the kernels' sines and cosines differ from PyTorch's in the last bits, and then so do rounded results.
     close = {} if device == "cpu" else TOLERANCE[case.dtype]
     torch.testing.assert_close(found, wanted, equal_nan=True, msg=lambda text: f"{case}\n{text}", **close)
 

@@ -1,4 +1,4 @@
-"""A covering set of complete RoPE calls: every two values of their arguments that can meet, as specs and cases."""
+"""A covering set of complete RoPE calls, as specs and cases: it has every pair of argument values that can occur together."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tuned.families.rope.spec import LAYOUTS, ROTATED, STYLES, RopeSpec
 if TYPE_CHECKING:
     from tests.support.rope_case import Built
 
-# Where sequences lie among the tokens of one rank; lengths are even, as two chunks are.
+# Bounds of the sequences among the tokens of one rank. Lengths are even, since a rank has two chunks of each.
 PACKED = (2, 2, 6, 6, 12)
-PACKED_SEQ = 14  # two tokens before the first bound and two past the last
+PACKED_SEQ = 14  # two tokens lie before the first bound and two past the last
 PACKED_SEQUENCES = len(PACKED) - 1
 DIMS = ((12, 12), (20, 12), (24, 8), (6, 2), (5, 4))  # head_dim, rotary_dim
-HEADS = ((3, 0, 0), (5, 2, 0), (4, 1, 0), (1, 3, 0), (6, 0, 2), (1, 1, 0))  # of x, of the key, copied
+HEADS = ((3, 0, 0), (5, 2, 0), (4, 1, 0), (1, 3, 0), (6, 0, 2), (1, 1, 0))  # heads of x, of the key, copied
 ANGLES = (
     ("freqs", "float32"),
     ("inv_freq", "float32"),
@@ -26,7 +26,7 @@ ANGLES = (
     ("cos_sin", "bfloat16"),
     ("cos_sin", "float64"),
 )
-# Views of x and of the key, then those of their results. Features of both lie equally far apart.
+# Views of x, of the key, and of their results. In x and the key features are equally far apart.
 VIEWS = (
     ("contiguous", "contiguous", "contiguous", "contiguous"),
     ("qkv", "swapped", "contiguous", "offset"),
@@ -57,12 +57,12 @@ AXES: dict[str, tuple[Any, ...]] = {
     "views": VIEWS,
     "angle_view": ("contiguous", "strided", "transposed", "halves"),
     "rows": ("enough", "more", "too few"),
-    "size": ((1, 1), (7, 2), (6, 3)),  # tokens of a sequence and batch; of packed calls PACKED
+    "size": ((1, 1), (7, 2), (6, 3)),  # tokens of a sequence, and batch; packed calls use PACKED instead
 }
 
 
 def possible(row: dict[str, Any]) -> bool:
-    """What a caller can ask for, and more than a plain call."""
+    """Whether a caller can ask for the row, and the call is no plain one."""
     _, key_heads, copied = row["heads"]
     head_dim, rotary_dim = row["dims"]
     ids, parallel, thd = "ids" in row["places"], row["ranks"][0] > 1, row["layout"] == "thd"
@@ -111,7 +111,7 @@ def spec_of(row: dict[str, Any]) -> RopeSpec:
 
 
 def case_of(row: dict[str, Any], times: int = 1) -> RopeCase:
-    """A call of a few tokens, or of so many times as many, ragged in every tile and packed where the layout is."""
+    """A call of a few tokens, or ``times`` as many; their number fills no tile, and the layout "thd" is packed."""
     spec, draw = spec_of(row), random.Random(0)
     (seq, batch), (cp_size, cp_rank) = row["size"], row["ranks"]
     seq *= times
@@ -168,7 +168,7 @@ def given_of(built: Built) -> Given:
 
 
 def settings_of(built: Built) -> Settings:
-    """What else a caller would pass."""
+    """The settings that a caller would pass for the call."""
     case, spec = built.case, built.case.spec
     return Settings(
         tensor_format=spec.layout,
@@ -187,10 +187,10 @@ def settings_of(built: Built) -> Settings:
 
 
 def row_id(row: dict[str, Any]) -> str:
-    """What tells the row from most others."""
+    """A test id that distinguishes the row from most others."""
     words = [row["layout"], row["dtype"], row["style"], row["angles"][0], row["use"], row["places"], row["rotated"]]
     return "-".join([*words, *map(str, row["dims"]), "h" + "_".join(map(str, row["heads"])), row["views"][0]])
 
 
-# 4,000 draws hold practically every pair of values that can meet: the rarest is drawn ten times.
+# 4,000 draws hold practically every pair of values that can occur together: the rarest is drawn ten times.
 ROWS = pairwise.covering(pairwise.sample(AXES, possible, 4000))

@@ -16,20 +16,23 @@ if TYPE_CHECKING:
 
 
 def spec_for(knobs: dict[str, Any]) -> RopeSpec:
-    """A plain spec that a variant fits: two tiles of rows, the last of one head, and a tail to copy."""
+    """A plain spec that fits a variant: two tiles of heads, the last with one head, and a tail of features to copy."""
     return RopeSpec(
         layout="bshd",
         dtype="float32",
         heads=knobs["block_heads"] + 1,
-        # Of aligned halves, or of wide rows, a tile of whole rows is not tried.
+        # A rule rejects whole_rows if halves are aligned or rows are wide.
         head_dim=30 if knobs["whole_rows"] else 48,
         rotary_dim=22 if knobs["whole_rows"] else 32,
     )
 
 
 def numbers(spec_of: Callable[[dict[str, Any]], RopeSpec]) -> list[dict[str, Any]]:
-    """Variants that hold every pair of choices that no rule rejects for their specs, at any size. pdl=True is not among them: griddepcontrol is an instruction of
-    sm_90 that the interpreter has not; tests/kernels/test_compile.py compiles it and tests/gpu runs it."""
+    """Variants that hold every pair of choices that no rule rejects for their specs, at any size.
+
+    pdl=True is left out: the interpreter lacks griddepcontrol, an instruction of sm_90. tests/kernels/test_compile.py
+    compiles it and tests/gpu runs it.
+    """
     axes = {**choices(RopeVariant), "pdl": (False,)}
     legal = pairwise.product(axes, lambda knobs: rejection(spec_of(knobs), None, RopeVariant(**knobs)) is None)
     return pairwise.covering(legal)
@@ -52,6 +55,6 @@ def spec_of(row: dict[str, Any]) -> RopeSpec:
 
 
 def many_bounds(sequences: int, tokens: int) -> tuple[int, ...]:
-    """Random bounds within the tokens, most of the sequences empty; tokens of no sequence on both sides."""
+    """Random bounds within the tokens: most sequences are empty, and tokens on both sides are in no sequence."""
     cuts = torch.randint(1, tokens - 1, (sequences + 1,), generator=torch.Generator().manual_seed(sequences))
     return tuple(sorted(cuts.tolist()))

@@ -1,4 +1,4 @@
-"""Run launches of the kernels as the templates give them now, and see every address that they touch."""
+"""Run launches of the kernels as the templates render them now, and record every address that they touch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 def run(launches: Iterable[Launch]) -> None:
-    """Every launch in order, through Triton's public call; the interpreter drops the compile options by itself."""
+    """Run every launch in order through Triton's public call; the interpreter ignores the compile options."""
     # Infinities and NaN are inputs like any other; NumPy, which the interpreter computes with, would warn of them.
     with np.errstate(invalid="ignore", over="ignore"):
         for launch in launches:
@@ -48,7 +48,7 @@ def addresses(tensor: Any) -> np.ndarray:
 
 
 def among(values: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Which of so many addresses are known: as numpy.isin says, which takes ten times as long to find each value once."""
+    """Which of ``values`` are known addresses: as numpy.isin, which also removes duplicates and takes ten times as long."""
     if not len(known):
         return np.zeros(values.shape, dtype=bool)
     known = np.sort(known)
@@ -57,7 +57,7 @@ def among(values: np.ndarray, known: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass
 class Traffic:
-    """Every element that programs loaded and stored: address, program and order, one row each."""
+    """Every element that programs loaded and stored, as rows of address, program and order."""
 
     loads: list[np.ndarray] = dataclasses.field(default_factory=list)
     stores: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -82,7 +82,7 @@ class Traffic:
 
 @contextlib.contextmanager
 def watched() -> Iterator[Traffic]:
-    """The addresses that kernels run inside touch. The interpreter runs programs in turn, so it hides races: this shows them."""
+    """Record the addresses that kernels touch inside. It shows races, which the interpreter hides: it runs programs in turn."""
     from triton.runtime import interpreter  # noqa: PLC0415 - only where kernels are interpreted
 
     builder, traffic = interpreter.interpreter_builder, Traffic()
@@ -100,7 +100,7 @@ def watched() -> Iterator[Traffic]:
     try:
         yield traffic
     finally:
-        del builder.create_masked_load, builder.create_masked_store  # the class's own again
+        del builder.create_masked_load, builder.create_masked_store  # the methods of the class show again
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:

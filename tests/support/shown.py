@@ -1,4 +1,4 @@
-"""What a file of `tune.py show` launches on a GPU of some architecture, compiled for it; no GPU is needed."""
+"""The launches of a file of `tune.py show`, compiled for an architecture; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from unittest import mock
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """One launch of a shown file: what it says of dependent launch and of waiting, and the code that comes of it."""
+    """One launch of a shown file: whether it is a dependent launch, how its programs wait, and facts of its compiled code."""
 
     kernel: str
     dependent: bool
     exchange: str | None
-    waits_for_the_kernel_before: bool  # griddepcontrol, which is there from sm_90 on
+    waits_for_the_kernel_before: bool  # has griddepcontrol, an instruction from sm_90 on
     code_bytes: int
 
 
@@ -34,7 +34,7 @@ class _Recorder:
 
 
 def shown_launches(name: str, architecture: str) -> list[Launched]:
-    """The launches of a winner's file on a GPU of an architecture, each compiled for it; for a process that compiles."""
+    """The launches of a winner's file on a GPU of an architecture, compiled for it. Call it in a process that compiles."""
     import torch  # noqa: PLC0415 - what follows imports Triton
 
     from generator.reporting.show import standalone, winner_of  # noqa: PLC0415
@@ -72,7 +72,7 @@ def _module(path: Path, text: str) -> Any:
 
 
 def _argument(call: Any, name: str) -> Any:
-    """The tensor of a call that a parameter of the shown function is."""
+    """The tensor of a call for a parameter of the shown function."""
     if re.fullmatch(r"x\d", name):
         return call.segments[int(name[1:])]
     return getattr(call, {"grad": "x", "freqs": "cos"}.get(name, name))

@@ -1,6 +1,6 @@
-"""The built-in families as modules from outside, and what a tuner sees of them: python -m tests.support.strangers.
+"""The built-in families as modules from outside the tree, and what a tuner sees of them: python -m tests.support.strangers.
 
-It prints JSON: of each problem the legal variants, the default, the estimate's work, and of each kernel the digest.
+It prints JSON: for each problem the legal variants, the default and the estimate's work, and for each kernel the digest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def call(*_):
 
 
 def stranger(name: str, folder: Path) -> Path:
-    """The file of a built-in family that says all of itself in one module."""
+    """Write a built-in family as one module, as families from outside the tree are, and return its file."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.py"
     file.write_text(STRANGER.format(name=name, prefix=PREFIXES[name]))
@@ -45,7 +45,7 @@ def stranger(name: str, folder: Path) -> Path:
 
 
 def seen(name: str, count: int) -> dict[str, Any]:
-    """What a tuner sees of a family: of each kernel, and of so many of its problems, evenly spaced."""
+    """What a tuner sees of a family: of every kernel, and of about ``count`` of its problems, evenly spaced."""
     from generator.rendering.structures import render  # noqa: PLC0415 - of the family of this process
     from generator.searching.pool import legal_pool  # noqa: PLC0415
     from generator.workload import WORKLOADS, default_variant  # noqa: PLC0415

@@ -16,7 +16,7 @@ _SIZES: dict[str, Any] = {
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
-    "initializer_range": 0.2,  # so large that attention looks at some tokens more than at others
+    "initializer_range": 0.2,  # large enough for attention to prefer some tokens to others
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
@@ -29,11 +29,11 @@ _WIDE: dict[str, Any] = _GROUPED | {"head_dim": 16}
 class Family:
     """A family of models, and what its attention must ask rope_qk for."""
 
-    name: str  # of its classes, without Config and ForCausalLM
-    arguments: dict[str, Any]  # of its configuration
+    name: str  # of its classes, without the suffixes Config and ForCausalLM
+    arguments: dict[str, Any]  # arguments of its configuration
     rotary_dim: int
     interleaved: bool = False
-    normed: bool = False  # queries and keys, before they are rotated
+    normed: bool = False  # whether queries and keys are normalised before the rotation
 
     def model(self, **more: Any) -> Any:
         import transformers  # noqa: PLC0415 - an extra, and seconds to import
@@ -54,14 +54,14 @@ FAMILIES = (
     Family("GPTNeoX", {"rotary_pct": 0.5}, 8),
     Family("Phi", _GROUPED | {"partial_rotary_factor": 0.5}, 8),
     Family("Glm", _WIDE | {"partial_rotary_factor": 0.5}, 8, interleaved=True),
-    Family("Olmo2", _WIDE, 16, normed=True),  # all heads of a token together
-    Family(  # norms under an if, and a part that rotates; no layer of experts, which know no float64
+    Family("Olmo2", _WIDE, 16, normed=True),  # normalises all heads of a token together
+    Family(  # norms under an if, and a partial rotation; without expert layers, which do not work in float64
         "Glm4Moe",
         _WIDE | {"use_qk_norm": True, "partial_rotary_factor": 0.5, "first_k_dense_replace": LAYERS},
         8,
         normed=True,
     ),
-    Family("Lfm2", _WIDE, 16, normed=True),  # another name of the norms
+    Family("Lfm2", _WIDE, 16, normed=True),  # its norms have another name
 )
 NORMED = tuple(family for family in FAMILIES if family.normed)
 # Rotates in its first layer only, and normalises in both.
@@ -70,14 +70,14 @@ SOME_LAYERS = Family(
 )
 
 
-# Of the weights: with 0.2 attention is all but a choice of one token, which a rounding turns over, so that errors of either
-# function are one draw of a wild distribution: of ten seeds the ratio of the two was from 0.6 to 1.9 on a CPU. With this
-# it was from 0.92 to 1.06.
+# The initializer range for comparing errors. With 0.2 attention almost chooses a single token, and a rounding can change which
+# one, so that the errors scatter widely: over ten seeds the ratio of the two functions' errors was from 0.6 to 1.9 on a CPU.
+# With this range it was from 0.92 to 1.06.
 SMOOTH = 0.06
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Root mean square, relative to what is exact."""
+    """Root mean square error, relative to the root mean square of ``exact``."""
     return ((found.double() - exact.double()).square().mean().sqrt() / exact.double().square().mean().sqrt()).item()
 
 
@@ -91,7 +91,7 @@ def padded_batch(device: str = "cpu") -> dict[str, torch.Tensor]:
 
 
 def logits_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Of the padded batch, and of a loss over its logits for every parameter; the logits of padding are dropped."""
+    """Logits of the padded batch without its padding, and the gradients of a loss over them for every parameter."""
     batch = padded_batch(str(model.device))
     positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
     logits = model(**batch, position_ids=positions).logits[batch["attention_mask"].bool()]
@@ -102,17 +102,17 @@ def logits_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tens
 
 
 def generated(model: Any, tokens: int = 8) -> torch.Tensor:
-    """So many more tokens a prompt, the likeliest each time."""
+    """The prompts continued by ``tokens`` tokens, always the likeliest."""
     return model.generate(**padded_batch(str(model.device)), max_new_tokens=tokens, do_sample=False)  # type: ignore[no-any-return]
 
 
 ROUNDED_ONCE = (
-    0.8  # of the error of a function that rounds both products and their sum to bfloat16: 0.68 to 0.72 on a CPU
+    0.8  # times the error of a function that rounds both products and their sum to bfloat16: 0.68 to 0.72 on a CPU
 )
 
 
 def rotation_errors(family: Family, device: str) -> list[tuple[float, float]]:
-    """Root mean square errors in bfloat16 of tuned's function and of the model's own: q, k and the gradients of both."""
+    """Root mean square errors in bfloat16 of tuned's function and of the model's: for q, k and the gradients of both."""
     from tuned.compat import rotary_style  # noqa: PLC0415 - with transformers only
 
     model = family.model()
@@ -120,7 +120,7 @@ def rotation_errors(family: Family, device: str) -> list[tuple[float, float]]:
     own = namespace["apply_rotary_pos_emb"]
     ours = rotary_style.replacement(model, namespace, "apply_rotary_pos_emb")
     generator = torch.Generator().manual_seed(0)
-    head_dim = 64 * 16 // family.rotary_dim  # as much wider than what rotates as the model's
+    head_dim = 64 * 16 // family.rotary_dim  # the share that rotates is that of the model
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device, torch.bfloat16)

@@ -1,6 +1,7 @@
-"""A process that tunes the family of TUNED_FAMILY on a GPU that is not there, and then asks tune.py: it prints JSON.
+"""A process that tunes the family of TUNED_FAMILY on a fake GPU, then runs commands of tune.py and prints JSON.
 
-python -m tests.support.tuning_outside PROBLEMS ["a command" ...]. Times are made up, so that the winner is known: the less a variant's knobs are, the faster it is.
+python -m tests.support.tuning_outside PROBLEMS ["a command" ...]. Times are made up, so that the winner is known: the smaller a
+variant's knobs are, the faster it is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""tuned.warm in a process where Triton compiles: tensors on the CPU go the way of those on a GPU, and no launch is made.
+"""tuned.warm in a process where Triton compiles: CPU tensors take the code path of GPU tensors, and no launch is made.
 
-What is called here by name runs in a process of ``tests.support.compiling``, each time in a child that it forks: in one that
-has compiled nothing, as a new process has.
+Tests submit these functions by name to a process of ``tests.support.compiling``. It forks a child for each, which has compiled
+nothing yet, like a new process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def in_a_child(deed: Callable[..., Any], *given: Any) -> Any:
-    """What a function returns in a child of this process."""
+    """Call a function in a forked child of this process and return its result."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
 
@@ -48,7 +48,7 @@ def lazily_imported() -> bool:
 
 
 def _stand_in() -> list[bool]:
-    """Put stand-ins into the place of a GPU; the events of Triton's compiler, True where its cache had the kernel."""
+    """Put stand-ins in the place of a GPU. Returns a list that gets an entry for each compilation: True for a cache hit."""
     import torch  # noqa: PLC0415
     from triton import knobs  # noqa: PLC0415
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415
@@ -106,7 +106,7 @@ def _stand_in() -> list[bool]:
 
 
 def _warmed(cache: str, processes: int) -> dict[str, Any]:
-    """What tuned.warm of a rotation and a GRU step says, what is compiled here, and what the real calls then compile."""
+    """Warm a rotation and a GRU step: what tuned.warm reports, what this process compiled, and what the calls compile later."""
     import torch  # noqa: PLC0415
     from triton import knobs  # noqa: PLC0415
 
@@ -139,7 +139,7 @@ def _warmed(cache: str, processes: int) -> dict[str, Any]:
 
 
 def _lost(cache: str) -> dict[str, Any]:
-    """``_warmed`` where the process that should compile ends at once."""
+    """``_warmed``, but the process that should compile ends at once."""
     import subprocess  # noqa: PLC0415
     import sys  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""The public calls: what they refuse, what they compute, what they keep, and what importing them costs."""
+"""The public calls: what they refuse, compute and keep, and what importing them costs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tensors(rotary: int = D) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def kernels(watch: Watch) -> Watch:
-    """CPU tensors take the way of GPU tensors, through the interpreter."""
+    """CPU tensors take the path of GPU tensors, through the interpreter."""
     watch.interpreted = True
     return watch
 
@@ -75,7 +75,7 @@ def test_a_kernel_gives_what_eager_gives_first_and_again(rotary: int, inplace: b
         assert (given._version > before) == inplace
         assert inplace or torch.equal(given, x)
     plans = tuned.calls.rope.call._PLANS
-    assert [type(kept) is tuple for kept in plans.values()] == [False, True]  # one plan, and tensors that have it
+    assert [type(kept) is tuple for kept in plans.values()] == [False, True]  # a plan, and the tensors that have it
 
 
 @pytest.mark.usefixtures("kernels")
@@ -185,7 +185,7 @@ def test_a_step_in_place_may_read_what_it_overwrites(read: str, resets: bool, dt
     wide = {"h": 8, "h and more": 8 + 5, "part of h": 6}[read]
     cell = torch.nn.GRUCell(wide, 8).to(DEVICE, dtype).requires_grad_(False)
     marks = torch.tensor([True, False, True, False], device=DEVICE) if resets else None
-    for _ in range(3):  # known from the second on
+    for _ in range(3):  # known from the second call on
         h, more = torch.randn(4, 8).to(DEVICE, dtype), torch.randn(4, 5).to(DEVICE, dtype)
         x = {"h": (h,), "h and more": (h, more), "part of h": (h[:, 2:],)}[read]
         state = h if marks is None else h.masked_fill(marks[:, None], 0)
@@ -197,14 +197,14 @@ def test_a_step_in_place_may_read_what_it_overwrites(read: str, resets: bool, dt
         if dtype is torch.float32:
             torch.testing.assert_close(found, theirs)
             continue
-        # Kernels round once, where PyTorch rounds between: nearer than it, but for that.
+        # Kernels round once, PyTorch also rounds in between: a kernel is nearer to float64, up to that rounding.
         once = torch.finfo(dtype).eps * exact.abs().max()
         assert (found - exact).abs().max() <= (theirs - exact).abs().max() + once
 
 
 def test_a_step_in_place_that_fails_leaves_its_state() -> None:
     cell = torch.nn.GRUCell(6, 8).requires_grad_(False)
-    h = torch.randn(4, 8, dtype=torch.float64)  # which autocast leaves as it is
+    h = torch.randn(4, 8, dtype=torch.float64)  # autocast does not cast float64
     before, marks = h.clone(), torch.ones(4, dtype=torch.bool)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError):
         gru_cell(torch.randn(4, 6), h, *cell.parameters(), inplace=True, resets=marks)

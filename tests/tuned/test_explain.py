@@ -45,7 +45,7 @@ def words(done: Any) -> str:
 
 
 def cost(variant: Any) -> float:
-    """Two rows are best, then each other knob has its price."""
+    """Two rows are the best block; each other knob adds its own cost."""
     rows = {1: 1.1, 2: 1.0, 4: 1.3, 8: 2.0}[variant.block_batch]
     return 10.0 * rows + abs(variant.num_warps - 4) + abs(variant.block_hidden - 256) / 64
 
@@ -110,8 +110,8 @@ def test_a_row_that_does_not_count_says_why(tmp_path: Path) -> None:
 
 
 def test_a_problem_without_a_row_is_told_what_stands_in(tmp_path: Path) -> None:
-    both = GruCellVariant("split", 16, 16, 256, num_stages=3)  # a tile that 16 rows can take, and 64
-    apart = winner().environment | {"multiprocessors": 108}  # not as many as GPUs with tables that ship
+    both = GruCellVariant("split", 16, 16, 256, num_stages=3)  # a tile that fits both 16 and 64 rows
+    apart = winner().environment | {"multiprocessors": 108}  # another number than GPUs with shipped tables have
     save_winner(winner("gru_cell_1024_16", variant=both, environment=apart), tmp_path)
     text = words(call("--out", str(tmp_path), "explain", "gru_cell_1024_64"))
     assert "on test_gpu, nearest size:" in text

@@ -1,4 +1,4 @@
-"""tuned.explain asked about a GPU that is not here: what calls would get there, from the tables and the model that ship."""
+"""tuned.explain asked about a GPU that is not here: what calls would get there, by the shipped tables and model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rotations(device: str) -> dict[str, tuple[Any, ...]]:
-    """Calls whose problems have rows: function, arguments, keyword arguments, kernel."""
+    """Calls whose problems have rows: function, arguments, keyword arguments, kernel's name."""
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=BF16, device=device)
@@ -172,7 +172,7 @@ def _negative(*shape: int) -> torch.Tensor:
 
 
 def _unread() -> dict[str, tuple[Any, str, dict[str, Any]]]:
-    """Calls that a kernel would serve but for the memory of a tensor: function, reason, arguments."""
+    """Calls that a kernel would serve if it could read the memory of one tensor: function, reason, arguments."""
     angle, x, ones = torch.rand(8, 4), torch.randn(2, 5, 3, 8), torch.ones(8)
     table = {"cos": angle.cos(), "sin": angle.sin()}
     packed = {name: torch.randn(5, 3, 8) for name in "qkv"}
@@ -252,7 +252,7 @@ def test_a_packed_norm_is_refused_as_the_call_refuses_it() -> None:
 
 @pytest.fixture
 def another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of TUNED_TABLES with the record of a card that has no row for RoPE."""
+    """A folder for TUNED_TABLES with the record of a card that has no rows for RoPE."""
     save_winner(winner("gru_cell_1024_64"), tmp_path / "tables")
     monkeypatch.setenv("TUNED_TABLES", str(tmp_path / "tables"))
     tables.cache_clear()

@@ -1,4 +1,4 @@
-"""``import tuned`` brings nothing that is not asked for, and what is asked for is what the package defines."""
+"""``import tuned`` loads only what is asked for, and each name is the one that the package defines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTHING = "import sys, tuned; assert not {'torch', 'triton', 'numpy'} & set(sys.
 PARTS = (
     "import tuned; print(tuned.dispatch.rope, tuned.nn.GRU, tuned.compat, tuned.own, tuned.warm, tuned.TunedWarning)"
 )
-# A profiler wraps functions before explain is first used.
+# Because a profiler wraps functions before explain is first used.
 WRAPPED = """
 import functools, torch, tuned.dispatch
 genuine = {name: getattr(tuned.dispatch, name) for name in ("rope", "gru_cell", "linear_cat")}

@@ -1,6 +1,6 @@
-"""A call that is known by its plan makes its results as PyTorch's operators would, in every surrounding that changes how those do.
+"""A repeated call, served by its plan, makes the results that PyTorch's operators would make in every surrounding.
 
-On a GPU a kernel serves most of these. On a CPU rotations go the way of GPU tensors, and PyTorch's own serves the others.
+On a GPU a kernel serves most of these calls. On a CPU rotations take the path of GPU tensors; PyTorch serves the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["chosen_once", "watch"]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, S, H, K, D, N, STEPS = 2, 6, 4, 2, 64, 64, 5
-TIMES = 4  # the first call compiles, the second is learned, and from the third on a call is known at once
+TIMES = 4  # the first call compiles, the second makes the plan, and from the third on the plan serves the call at once
 Call = Callable[[], Any]
 
 
@@ -34,7 +34,7 @@ def table(dim: int) -> dict[str, torch.Tensor]:
 
 
 def layers(**shape: Any) -> list[torch.Tensor]:
-    """A GRU's weights in one piece of memory, as nn.GRU has them: of others cuDNN warns."""
+    """A GRU's weights in one piece of memory, as nn.GRU keeps them: cuDNN warns of weights that lie otherwise."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return [w.detach() for w in torch.nn.GRU(N, N, **shape).to(DEVICE).parameters()]
@@ -67,7 +67,7 @@ NAMES = list(made())
 
 @pytest.fixture(autouse=True)
 def launched(request: pytest.FixtureRequest, chosen_once: None) -> Any:
-    """What counts launches of rotations, on a CPU."""
+    """The counter of launches of rotations, on a CPU."""
     del chosen_once
     return None if torch.cuda.is_available() else request.getfixturevalue("watch")
 
@@ -78,7 +78,7 @@ def results(call: Call) -> tuple[torch.Tensor, ...]:
 
 
 def known(name: str) -> tuple[Call, tuple[torch.Tensor, ...]]:
-    """A call that was made before, and what it gave first."""
+    """A call that was made before, and its first results."""
     call = made()[name]
     first, *_ = [results(call) for _ in range(TIMES)]
     return call, first
@@ -117,7 +117,7 @@ def test_in_inference_mode_they_are_inference_tensors(name: str) -> None:
 
 
 def serves_no_transform(call: Call) -> bool:
-    """Whether a call is refused inside a transform because PyTorch serves it, whose own GRU is refused there on a GPU."""
+    """Whether a transform refuses a call because PyTorch serves it, and PyTorch's GRU on a GPU has no transforms."""
     one = torch.ones((), device=DEVICE)
     try:
         torch.func.grad(lambda s: results(call)[0].sum() * s)(one)
@@ -133,7 +133,7 @@ def serves_no_transform(call: Call) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_transforms_of_torch_func_may_use_and_change_them(name: str) -> None:
-    """Of tensors that the transform does not follow: the results are made inside it all the same."""
+    """The transform does not follow the tensors given, but the results are still made inside the transform."""
     call, first = known(name)
     if serves_no_transform(call):
         pytest.skip("cuDNN serves it, which no transform can hold")

@@ -1,4 +1,4 @@
-"""tuned.nn: PyTorch's modules, their inputs and outputs, whatever serves them; and existing models made to use it."""
+"""tuned.nn: inputs and outputs of PyTorch's modules, whatever serves them; and existing models converted to use it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["kernels"]
 
-# Every two of them together.
+# Each pair of settings occurs in some row.
 GRID = [
     tuple(row.values())
     for row in pairwise.covering(
@@ -88,7 +88,7 @@ def refuse(*_: Any, **__: Any) -> Any:
 def test_what_pytorch_serves_is_passed_on_without_checks(
     gradient: bool, training: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU, and with a gradient, which needs no call before it."""
+    """On a CPU, and with a gradient, which needs no earlier call."""
     theirs, ours = pair(FEATURES, H, 2, bidirectional=True, dropout=0.5 if training and gradient else 0.0)
     cells = torch.nn.GRUCell(FEATURES, H), tuned.nn.GRUCell(FEATURES, H)
     cells[1].load_state_dict(cells[0].state_dict())
@@ -111,7 +111,7 @@ def test_what_pytorch_serves_is_passed_on_without_checks(
 
 @pytest.mark.parametrize("gradient", [False, True])
 def test_a_pack_that_pytorch_serves_is_passed_on_in_its_order(gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a state as without one, of sequences that are not sorted; what does not fit is still refused as torch.nn.GRU does."""
+    """With a state and without, for unsorted sequences; wrong shapes are still refused as torch.nn.GRU refuses them."""
     theirs, ours = pair(FEATURES, H, 2, bidirectional=True)
     x, hx = packed(), torch.randn(4, B, H)
     with torch.set_grad_enabled(gradient):
@@ -128,7 +128,7 @@ def test_a_pack_that_pytorch_serves_is_passed_on_in_its_order(gradient: bool, mo
 
 
 def test_what_is_known_of_a_class_of_calls_says_nothing_of_weights() -> None:
-    """Weights may be others at each call: of functional_call, of a parametrization, converted, refused."""
+    """Each call may have other weights: of functional_call, of a parametrization, converted, or refused ones."""
     theirs, ours = pair(FEATURES, H)
     x = torch.randn(T, B, FEATURES)
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
@@ -233,7 +233,7 @@ def test_weights_are_read_where_they_are() -> None:
     assert_same(ours(x), theirs(x))
 
 
-# Kernels: a stand-in takes their place, in float64 ---------------------------------------------------------------------
+# Kernels: a stand-in takes their place, in float64 --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("layers", "both", "first", "packs", "bias"), sorted({row[:5] for row in GRID}))
@@ -286,7 +286,7 @@ def test_explain_names_what_keeps_the_kernels_away() -> None:
 def test_with_a_gradient_kernels_serve_where_a_row_says_that_they_are_faster(
     kernels: list[GruCall], monkeypatch: pytest.MonkeyPatch, packs: bool
 ) -> None:
-    """A module of packed sequences, which is not passed on at once on a CPU, and a function."""
+    """A module of packed sequences, which is not passed on at once on a CPU; and a function."""
     theirs, ours = pair(FEATURES, H)
     x, state, weights = torch.randn(T, B, FEATURES), torch.zeros(1, B, H), list(ours.parameters())
     given: tuple[Any, ...] = (packed(),) if packs else (x, state, weights)
@@ -294,7 +294,7 @@ def test_with_a_gradient_kernels_serve_where_a_row_says_that_they_are_faster(
     called: list[GruCall] = []
     monkeypatch.setattr(training, "_choice", lambda _call: Choice("winner", "of a row", "v"))
     monkeypatch.setattr(training.slower, "_least_steps", lambda *_, **__: 0)
-    monkeypatch.setattr(training.run, "kernels_us", lambda _call, **_: 0.0)  # of a GPU, which the call is not on
+    monkeypatch.setattr(training.run, "kernels_us", lambda _call, **_: 0.0)  # a GPU's times, which this call is not on
     own = dataclasses.replace(training.BACKWARD, kernel_names=lambda *_: ("its_gradient",))
     monkeypatch.setattr(training, "BACKWARD", own)
     monkeypatch.setattr(training, "forward", lambda call: called.append(call) or eager.gru(call))
@@ -323,7 +323,7 @@ def test_what_looks_at_operators_finds_pytorchs(kernels: list[GruCall]) -> None:
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(x, tangent)
             assert_same(torch.autograd.forward_ad.unpack_dual(ours(dual)[0]), wanted)
-        why = []  # torch.gru itself has no rule for vmap: what a call would get is all there is to see
+        why = []  # torch.gru has no rule for vmap, so the test looks at what the call would get
         torch.func.vmap(lambda t: why.append(tuned.explain(ours, t, torch.zeros(1, B, H)).why) or t)(x[None])
         assert "torch.func" in why[0]
     assert not kernels
@@ -432,18 +432,18 @@ class Kept(torch.nn.GRU):
 
 
 class KeptCell(torch.nn.GRUCell):
-    """The same of a step."""
+    """A cell that keeps PyTorch's forward."""
 
 
 class Checked(torch.nn.GRU):
-    """A subclass that keeps PyTorch's forward, which asks it."""
+    """A subclass that keeps PyTorch's forward, and overrides a method that this forward calls."""
 
     def permute_hidden(self, hx: torch.Tensor, permutation: Any) -> torch.Tensor:
         return super().permute_hidden(hx, permutation)
 
 
 class Otherwise(torch.nn.GRUCell):
-    """A subclass that has a forward of its own."""
+    """A subclass with its own forward."""
 
     def forward(self, input: torch.Tensor, hx: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002 - its name there
         return super().forward(input, hx)
@@ -537,13 +537,13 @@ def test_replacing_runs_no_code_of_the_class() -> None:
 
 
 class Slotted(torch.nn.GRU):
-    """A subclass whose objects are laid out otherwise."""
+    """A subclass whose objects have another memory layout."""
 
     __slots__ = ("more",)
 
 
 class Further(tuned.nn.GRUCell):
-    """A subclass of ours with a forward of its own."""
+    """A subclass of our cell with its own forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + 100
@@ -572,12 +572,12 @@ def test_what_is_not_replaced_is_told() -> None:
 
 @pytest.mark.parametrize("kind", [Further, FurtherLayer])
 def test_a_subclass_of_ours_with_a_forward_of_its_own_keeps_it(kind: Any) -> None:
-    """torch.jit.script put PyTorch's module in its place, in the model too."""
+    """torch.jit.script replaced such a subclass by PyTorch's module, in the model too."""
     model, x = torch.nn.Sequential(kind(FEATURES, H)), torch.randn(2, 3, FEATURES)
     x = x[0] if kind is Further else x
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        tuned.nn.replace(model)  # it has one of ours
+        tuned.nn.replace(model)  # the model contains one of ours
     with pytest.raises(RuntimeError):
         torch.jit.script(model)
     assert type(model[0]) is kind
@@ -597,7 +597,7 @@ def test_recompute_is_true_or_false(bad: Any) -> None:
 
 
 def test_explaining_a_module_changes_nothing_of_it() -> None:
-    """Spectral norm moves its vectors whenever the weight is computed while it trains."""
+    """Spectral norm updates its vectors whenever the weight is computed in training, so explain must not compute it."""
     for module, x in (
         (tuned.nn.GRU(FEATURES, H), torch.randn(T, B, FEATURES)),
         (tuned.nn.GRUCell(FEATURES, H), torch.randn(B, FEATURES)),

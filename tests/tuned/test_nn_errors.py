@@ -1,4 +1,4 @@
-"""tuned.nn and patched modules raise what PyTorch's raise, in its words, at the first call and later ones."""
+"""tuned.nn and patched modules raise the errors of PyTorch's modules, with the same text, at first and later calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A family of one's own as a function: which call gets a kernel, which PyTorch's operators, and that both are right."""
+"""A user's own family as a function: which calls get a kernel, which PyTorch's operators, and that both are right."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def module(tmp_path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A family whose kernels are there."""
+    """A family whose kernels have been generated."""
     file = copied("softmax", tmp_path_factory.mktemp("rendered"))
     done = tune(file.parent, "--family", file.name, "--render")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -53,7 +53,7 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def served(rendered: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The same, in a process that takes a CPU for its GPU: kernels run in Triton's interpreter."""
+    """The same family in a process that treats the CPU as its GPU: kernels run in Triton's interpreter."""
     monkeypatch.setattr(tuned.own, "why_eager", lambda _t, **_: None)
     monkeypatch.setattr(tuned.own, "gpu_of", lambda _: GPU)
     monkeypatch.setattr(tuned.own, "modes", lambda device: (False, device))
@@ -65,7 +65,7 @@ def served(rendered: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def rendered_rmsnorm(served: Any, tmp_path: Path) -> Any:
-    """An RMSNorm whose kernels are there, served as softmax is."""
+    """An RMSNorm whose kernels have been generated, served as softmax is."""
     del served
     file = copied("rmsnorm", tmp_path)
     assert tune(tmp_path, "--family", file.name, "--render").returncode == 0
@@ -167,7 +167,7 @@ def test_named_tensors_are_arguments_like_any_other(rendered_rmsnorm: Any, monke
 def test_numbers_that_are_equal_and_of_another_kind_are_other_calls(
     module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A launch was made for 1, which a kernel divides by otherwise than by 1.0 or True."""
+    """The kernel launched for the integer 1 divides by it differently than by 1.0 or True."""
     monkeypatch.setattr(tuned.own, "modes", lambda device: (False, device))
     x = torch.zeros(2, 3)
     for given in (lambda n: ((x, n), {}), lambda n: ((x,), {"scale": n})):
@@ -223,7 +223,7 @@ def _told(value: Any) -> Any:
 
 
 class Recorded:
-    """Stands for a direct launch: what it was given."""
+    """Stands for a direct launch and records its arguments."""
 
     def __init__(self) -> None:
         self.given: list[tuple[Any, ...]] = []

@@ -1,4 +1,4 @@
-"""Warming: what a model will launch is found, compiled ahead and found again; and the model is as before."""
+"""Warming: all launches of a model are found, compiled ahead and found in the cache; and the model is as before."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ without_a_gpu = pytest.mark.skipif(not INTERPRETED, reason="this stands in for a
 
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
-    """What would be compiled ahead."""
+    """The launches that would be compiled ahead."""
     found: list[Noted] = []
 
     def compile_ahead(launches: list[Noted], processes: int | None) -> Compiled:
@@ -79,7 +79,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
 
 @pytest.fixture
 def grus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """GRU calls on stand-ins for a GPU that launch nothing while a thread listens."""
+    """GRU calls on stand-ins for a GPU, which launch nothing while a thread collects launches."""
 
     def launch_public(function: Any, launch: Launch) -> Any:
         return machine.launch_public(function, launch) if listening() is None else PUBLIC(function, launch)
@@ -96,7 +96,7 @@ def grus(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @pytest.fixture
 def ropes(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> Watch:
-    """RoPE calls on stand-ins for a GPU that launch nothing while a thread listens."""
+    """RoPE calls on stand-ins for a GPU, which launch nothing while a thread collects launches."""
     made = watch.run_public
 
     def run_public(now: Any) -> Any:
@@ -221,7 +221,7 @@ def test_the_kernels_of_a_gradient_of_angles_are_noted(noted: list[Noted], inpla
 @without_a_gpu
 @pytest.mark.usefixtures("ropes")
 def test_the_kernels_of_latent_attention_are_noted(noted: list[Noted]) -> None:
-    wide = torch.randn(4, 2, 12 + 16, requires_grad=True)  # of which k_pe is a slice
+    wide = torch.randn(4, 2, 12 + 16, requires_grad=True)  # k_pe is a slice of it
     kv, q = (torch.randn(4, 2, 3, n, requires_grad=True) for n in (40, 48))
     freqs = torch.randn(4, 16)
     named: dict[str, Any] = {"tensor_format": "sbhd", "deinterleave": True}
@@ -262,7 +262,7 @@ def test_the_call_made_of_a_recorded_cache_has_its_spec_and_size() -> None:
             choice, steps = rope_ahead.steps(spec, size, GPU)
             assert [step.kernel for step in steps] == [
                 kernel_name(spec, choice.variant)
-            ] * 2  # of both types of positions
+            ] * 2  # one for each type of positions
 
 
 @without_a_gpu
@@ -304,7 +304,7 @@ def test_on_a_cpu_nothing_is_compiled_and_the_reasons_are_told(noted: list[Noted
 
 
 def _left_calls() -> dict[str, Any]:
-    """Functions of x, [2, 3, 2, 8], whose calls PyTorch's own serves on a CPU."""
+    """Functions of x, [2, 3, 2, 8], whose calls PyTorch's operators serve on a CPU."""
     angles = torch.rand(4, 4)
     table, weight = {"cos": angles.cos(), "sin": angles.sin()}, torch.ones(8)
     ids = torch.arange(3)
@@ -361,7 +361,7 @@ def test_what_no_kernel_reads_is_told_of_although_a_kernel_serves_others() -> No
 
 
 class Stateful(torch.nn.Module):
-    """Changes all that a forward may change, and draws from every generator."""
+    """A module that changes everything that a forward may change, and draws from every generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -399,7 +399,7 @@ def test_state_inputs_and_generators_are_as_before() -> None:
 
 
 def test_only_what_was_changed_is_written_back(tmp_path: Path) -> None:
-    """A tensor in memory that cannot be written, as numpy's of a file, ended the process; and of a view all was copied."""
+    """A write to a tensor in read-only memory, as numpy's of a file, ended the process; and a view was copied whole."""
     np.save(tmp_path / "x.npy", np.full((5, 2, FEATURES), np.nan, np.float32))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -492,7 +492,7 @@ def test_problems_come_as_a_path_a_list_or_by_the_variable(
 
 
 def test_what_a_problem_launches_is_what_tuning_compiles_for_it() -> None:
-    """The same specialisations as of the tensors that tuning makes."""
+    """The specialisations are those of the tensors that tuning makes."""
     missing = []
     aligned = [problem for problem in default_problems() if problem.family != "gru" or _is_aligned(problem.spec)]
     for problem in aligned[::12]:
@@ -512,7 +512,7 @@ def test_what_a_problem_launches_is_what_tuning_compiles_for_it() -> None:
 
 
 def _is_aligned(spec: Any) -> bool:
-    """Whether calls have rows that are multiples of 16 bytes: others are widened, which tuning does not know."""
+    """Whether the rows of a call are multiples of 16 bytes: other calls are widened, which tuning does not know."""
     return bool(spec.hidden * spec.item % 16 == 0)
 
 

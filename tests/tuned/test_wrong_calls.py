@@ -1,6 +1,6 @@
 """Wrong calls of the public functions, and what each must say: the rule, the value that it got, and the way out.
 
-Each part is a piece of the message, and no two of a row overlap. What stands in for PyTorch's modules says what those say.
+Each part is a piece of the message; a row's parts do not overlap. Stand-ins for PyTorch's modules say what those say.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ OUTS = zeros(S, B, H, 23)
 
 
 def autocast(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call under autocast to bfloat16."""
+    """Runs the call under autocast to bfloat16."""
 
     def under() -> Any:
         with torch.autocast("cpu", torch.bfloat16):
@@ -673,7 +673,7 @@ OF_DROP_INS: dict[str, Row] = {
     "transformers without attention": (lambda: transformers.use_tuned_rope(torch.nn.Linear(2, 2)), ValueError, "must have attention whose apply_rotary_pos_emb", "got no module that calls such a function", "call tuned.dispatch.rope_qk in its code instead"),
     "transformers layer": (lambda: transformers.RotaryPosEmb()(HEADS_FIRST, HEADS_FIRST, COS, SIN), ValueError, "q and k must be [b, h, s, d] and cos and sin [b or 1, s, d]", "(16, 4)", "use_tuned_rope(model) serves"),
 }
-# A call that is allowed, and is hardly meant: a warning.
+# Calls that are allowed but unlikely to be meant: they warn.
 WARNED: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "heads first": (lambda: rope(zeros(B, H, S, D), cos=COS[:S], sin=SIN[:S]), "must be [b, s, h, d]", "got [2, 4, 6, 8]", "pass x.transpose(1, 2)"),
     "heads first of two": (lambda: rope_qk(zeros(B, H, S, D), zeros(B, H, S, D), cos=COS[:S], sin=SIN[:S]), "must be [b, s, h, d]", "got [2, 4, 6, 8]", "pass x.transpose(1, 2)"),
@@ -702,7 +702,7 @@ WRONG = {f"{group}: {name}": row for group, rows in GROUPS.items() for name, row
 
 
 def assert_parts(text: str, *parts: str) -> None:
-    """Each part is in the text, and they are parts of their own."""
+    """Each part is in the text, and no two parts overlap."""
     spans = sorted((text.find(part), text.find(part) + len(part), part) for part in parts)
     missing = [part for begin, _, part in spans if begin < 0]
     assert not missing, f"{missing} in: {text}"
@@ -735,12 +735,12 @@ def test_calls_like_those_that_warn_are_served_in_silence() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for call in (
-            lambda: rope(square, **table),  # both axes fit
-            lambda: rope(X, **table),  # the tokens' axis fits
-            lambda: rope(zeros(B, 3, H, D), **table),  # neither is as long
+            lambda: rope(square, **table),  # both axes have a fitting length
+            lambda: rope(X, **table),  # the tokens' axis has a fitting length
+            lambda: rope(zeros(B, 3, H, D), **table),  # neither axis is as long as the table
             lambda: rope_qk(
                 zeros(B, 3, S, D), zeros(B, 3, 2, D), **table
-            ),  # other heads than the key's: they are heads
+            ),  # the key has another number of heads, so this axis is heads
             lambda: rope(zeros(B, 1, S, D), **table, offset=3),  # a step of decoding
             lambda: rope(zeros(B, 1, S, D), **table, positions=torch.tensor([3])),
             lambda: rope(zeros(B, 3, S, D), freqs=FREQS[:S]),
@@ -855,7 +855,7 @@ def copied(call: dict[str, Any], **changed: Any) -> dict[str, Any]:
 
 
 def refusal(function: Any, call: dict[str, Any], **changed: Any) -> Exception | None:
-    """What a call says that is refused, which has written nothing; None where it is served."""
+    """The error of a refused call, which must have written nothing; None if the call is served."""
     given = copied(call, **changed)
     try:
         function(**given)
@@ -873,7 +873,7 @@ def refusal(function: Any, call: dict[str, Any], **changed: Any) -> Exception | 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("function", CALLS | DROP_INS, ids=lambda f: f.__name__)
 def test_anything_in_the_place_of_a_tensor_is_served_or_refused_in_words_of_ours(function: Any) -> None:
-    """No AttributeError of a line within, and no RuntimeError of an operator that got it; and what is refused has written nothing."""
+    """No AttributeError from a line inside and no RuntimeError from an operator; a refused call has written nothing."""
     call = (CALLS | DROP_INS)[function]
     function(**copied(call))
     for name, strange in itertools.product(call, STRANGE):
@@ -887,7 +887,7 @@ def test_anything_in_the_place_of_a_tensor_is_served_or_refused_in_words_of_ours
 
 
 def emptied(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The call with any one axis of any one tensor empty, and with a first axis of all empty."""
+    """The call with each axis of each tensor empty in turn, and with the first axis of all tensors empty."""
     tensors = {name: t for name, t in call.items() if isinstance(t, torch.Tensor)}
     for name, t in tensors.items():
         yield from (copied(call, **{name: t.narrow(axis, 0, 0)}) for axis in range(t.ndim))
@@ -897,7 +897,7 @@ def emptied(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("function", CALLS | DROP_INS, ids=lambda f: f.__name__)
 def test_anything_beside_what_is_empty_and_any_setting_is_served_or_refused_in_words_of_ours(function: Any) -> None:
-    """As a query that is a number beside a key without tokens: what asks for the size of one asked for the size of the other."""
+    """For example a number as query beside a key without tokens: code that read one's size read the other's too."""
     call = (CALLS | DROP_INS)[function]
     names = [n for n, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
     for name, strange in itertools.product(names, (*STRANGE, *SETTINGS)):
@@ -910,7 +910,7 @@ def test_anything_beside_what_is_empty_and_any_setting_is_served_or_refused_in_w
 @pytest.mark.parametrize("kind", UNLIKE)
 @pytest.mark.parametrize("function", [f for f in CALLS | DROP_INS if f is not linear_cat], ids=lambda f: f.__name__)
 def test_a_tensor_of_another_kind_is_served_or_refused_in_words_of_ours(function: Any, kind: str) -> None:
-    """What linear_cat gets is for PyTorch's linear to say, which takes some sparse weights."""
+    """Sparse weights of linear_cat are left to PyTorch's linear, which takes some."""
     call = (CALLS | DROP_INS)[function]
     for name, t in call.items():
         unlike = (
@@ -930,7 +930,7 @@ def test_a_tensor_of_another_kind_is_served_or_refused_in_words_of_ours(function
 def test_a_tensor_of_another_kind_after_right_calls_gives_what_a_dense_one_does_or_is_refused(
     function: Any, kind: str
 ) -> None:
-    """A call like one that PyTorch's own served goes to it at once, and it takes some tensors that a first call may not give."""
+    """A call like one that PyTorch served goes to PyTorch at once, which takes some tensors that a first call refuses."""
     names = [n for n, value in CALLS[function].items() if isinstance(value, torch.Tensor) and n != "resets"]
     call = {n: torch.rand_like(v) if n in names else v for n, v in CALLS[function].items() if n != "resets"}
     if function is linear_cat:
@@ -943,7 +943,7 @@ def test_a_tensor_of_another_kind_after_right_calls_gives_what_a_dense_one_does_
             if kind == "csr" and first.ndim != 2:
                 continue
             unlike = UNLIKE[kind](first)
-            function(**call)  # the weights of the call that this one must be taken for
+            function(**call)  # the weights of the earlier call, which this call must resemble
             changed = {name: (unlike, call[name][1]) if name == "inputs" else unlike}
             try:
                 got = function(**call | changed)
@@ -953,7 +953,7 @@ def test_a_tensor_of_another_kind_after_right_calls_gives_what_a_dense_one_does_
             torch.testing.assert_close(got, right)
 
 
-# What stands in for PyTorch's modules says what PyTorch's say, in their words: rule and value are theirs. test_nn_errors has more.
+# Replacements of PyTorch's modules use PyTorch's text for the rule and the value. test_nn_errors has more.
 Call = Callable[[Any], Any]
 GRU_WORDS: dict[str, tuple[Call, str]] = {
     "axes": (lambda m: m(zeros(I)), "Expected input to be 2D or 3D, got 1D"),

@@ -1,4 +1,4 @@
-"""The least time of a call on a card: below it nothing is believed, and nothing that was measured is."""
+"""The least possible time of a call on a card: faster claims are not believed, and no measured row is below it."""
 
 from __future__ import annotations
 

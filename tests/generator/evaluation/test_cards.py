@@ -1,4 +1,4 @@
-"""What calls get on cards that nobody measured: which shapes, which choices, and when one does not hold."""
+"""What calls get on cards that nobody measured: which shapes are tried, which choices are made, and which choices fail."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ A100, RTX_4090, MI300X = (
     TARGETS[name] for name in ("nvidia_a100_sxm4_80gb", "nvidia_geforce_rtx_4090", "amd_instinct_mi300x")
 )
 NEED = Resources(registers=64, spill_bytes=0, shared_bytes=40_000, machine_code="", programs=100)
-LAYER = ("bfloat16", 512), (16, 64)  # hidden size, batch, steps: a row of the H200 is of it
+LAYER = ("bfloat16", 512), (16, 64)  # dtype, hidden size; batch, steps: the H200 has a row for it
 
 
 def fits(problem: Problem, variant: Any) -> tuple[Room, ...]:

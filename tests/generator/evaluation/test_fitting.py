@@ -1,4 +1,4 @@
-"""Models of the time are fitted rightly, and what they pick for shapes that they never saw is near the best."""
+"""Models of the time are fitted correctly, and their picks for shapes that they never saw are near the best."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant
 from tuned.lookup.model import weighted
 
-# Of regrets with hidden sizes left out; WORST is where float32 steps of the library win, of which there is no model.
+# Bars of the regrets for hidden sizes left out. The worst calls are those where the library's float32 steps win, which have
+# no model.
 MEDIAN, TENTH, WORST = 0.005, 0.25, 0.85
 
 
@@ -55,7 +56,7 @@ def test_weights_that_made_the_times_are_found_again() -> None:
 
 
 def test_pytorchs_own_is_rather_thought_faster_than_it_is(measured: samples.Samples) -> None:
-    """Where it is thought slower than it is, a kernel is chosen that loses."""
+    """If the model overestimates the time of PyTorch's operator, it picks a kernel that is slower."""
     weights = fitting.fit([measured])
     model = fitting.WORKLOADS["gru"].family.model
     assert model is not None
@@ -68,7 +69,7 @@ def test_pytorchs_own_is_rather_thought_faster_than_it_is(measured: samples.Samp
 
 
 def test_picks_for_hidden_sizes_that_were_never_measured_are_near_the_best() -> None:
-    """Of each device, an eleventh of the sizes left out at a time."""
+    """For each device, with an eleventh of the sizes left out at a time."""
     every = [one for one in samples.load_all() if one.family == "gru"]
     counted = 0
     for one in every:

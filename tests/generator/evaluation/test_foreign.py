@@ -1,4 +1,4 @@
-"""A space of another's kernel, in Kernel Tuner's format, loads and is searched by the search of tune.py."""
+"""The space of another project's kernel, in Kernel Tuner's format, loads, and the search of tune.py searches it."""
 
 from __future__ import annotations
 

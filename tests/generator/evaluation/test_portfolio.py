@@ -1,4 +1,4 @@
-"""A few variants that are good everywhere: how they are chosen, what a quick run measures, what dispatch makes of them."""
+"""The portfolio, a few variants that are good everywhere: how it is chosen, what a quick run measures, how dispatch uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rule that serves what was not tuned is the best of those tried, by problems whose own row it is not shown."""
+"""The rule that serves untuned problems is the best of those tried, judged by problems whose own row is hidden from it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_each_rule_is_scored_on_problems_that_it_is_not_shown() -> None:
     assert set(found) == set(RULES)
     assert set(found[SERVED].regrets.values()) == {0.0}, "the nearest size has the same best variant"
     assert found["default variant"].worst[0] > 0.2
-    # Three are left, two of the other kind: their mean is not what this one needs.
+    # Three landscapes are left, two of them of the other kind: the best on their average is not best here.
     assert found["best on average"].worst[0] > 0.2
 
 
@@ -115,7 +115,7 @@ def test_the_rule_that_serves_is_the_best_of_those_tried_and_meets_its_bars(devi
     assert best_rule(found).rule == SERVED
     served = next(s for s in found if s.rule == SERVED)
     assert served.median <= MEDIAN
-    # Calls of 128k positions take one of two times, 137 and 151 us, by how their memory lies: whichever tile, its luck decides.
+    # Calls of 128k positions take 137 or 151 us, depending on where their memory lies. For any tile this is luck.
     assert max(regret for name, regret in served.regrets.items() if "128k" not in name) <= WORST, served.worst
     (whole_shapes,) = scores(load_landscapes(device), same_shape, [SERVED])
     assert whole_shapes.median <= 0.03
@@ -147,12 +147,13 @@ def test_the_committed_winners_are_near_the_best_of_all_variants(device: str) ->
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_committed_winner_is_far_from_the_best_of_its_own_text(device: str) -> None:
-    # What was best before the source changed may not be best now.
+    # A variant that was best before the source changed may not be best now.
     fresh = [one for one in load_landscapes(device) if one.fresh]
     found = from_record(fresh, read_record(device), lambda *_: False) if fresh else None
     if found is None:
         pytest.skip(
             f"the kernels of every landscape of {device} changed since; `tune.py --check` says which to record again"
         )
-    # Calls of 128k positions take one of two times, by how their memory lies: the landscape saw another than the tuning.
+    # Calls of 128k positions take one of two times, depending on where their memory lies: the landscape and the tuning saw
+    # different ones.
     assert max(r for name, r in found.regrets.items() if "128k" not in name) <= 0.03

@@ -1,4 +1,4 @@
-"""What the landscapes prove, on any machine: the search, two tunings, the estimate; and that a landscape is kept whole."""
+"""What landscapes prove on any machine about the search, two tunings and the estimate; and that a landscape is kept whole."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ pytestmark = pytest.mark.processes
 
 DEVICE = "nvidia_h200"
 LANDSCAPES = load_landscapes(DEVICE)
-AGAIN = LANDSCAPES[::2]  # searched twice, and with hints
+AGAIN = LANDSCAPES[::2]  # these are searched a second time, and once with hints
 
 
 @pytest.fixture(scope="module")
 def cold() -> list[replay.Replay]:
-    """The search without a hint, on every landscape."""
+    """The search without hints, on every landscape."""
     return [replay.searched(one, 0, noise=replay.NOISE) for one in LANDSCAPES]
 
 
 @pytest.fixture(scope="module")
 def again() -> list[replay.Replay]:
-    """The same with another seed, on half of them."""
+    """The search without hints and with another seed, on half of the landscapes."""
     return [replay.searched(one, 1, noise=replay.NOISE) for one in AGAIN]
 
 
@@ -87,7 +87,7 @@ def test_two_tunings_of_one_problem_end_within_1_5_percent_of_each_other(
 def test_the_search_is_better_than_random_search_and_seeds_make_it_better_still(cold: list[replay.Replay]) -> None:
     random = [replay.at_random(one, seed) for one in LANDSCAPES for seed in range(2)]
     warm = [replay.searched(one, 0, noise=replay.NOISE, warm=LANDSCAPES) for one in AGAIN]
-    # Both begin with the default, which leaves random search little to find; the search finds it all but always.
+    # Both begin with the default, which leaves little to find even for random search. The search nearly always finds it.
     ends = {name: replay.summary(runs) for name, runs in (("cold", cold), ("random", random))}
     assert ends["cold"]["95th"] < ends["random"]["95th"] / 3
     assert ends["cold"]["worst"] < ends["random"]["worst"]

@@ -1,4 +1,4 @@
-"""What tuning says of the gradient of a GRU: its reference is autograd's, and a right variant is as near to it as is asked."""
+"""Tuning of a GRU's gradient: the reference equals autograd's gradient, and right variants are within the bound of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTHS = {"dense": (4, 4, 4), "packed": (4, 2, 1), "thd": (2, 4, 0)}
 @pytest.mark.parametrize("directions", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_reference_is_the_gradient_that_autograd_finds_in_float64(layout: str, directions: int) -> None:
-    """Each sequence by torch.nn.GRU alone, whose input is its gates; of r, z and n it gives the input's gradient."""
+    """torch.nn.GRU runs each sequence alone with the gates as its input: the input's gradient is that of r, z and n."""
     spec = GruSpec("float32", HIDDEN, layout, directions)
     built = build(Sequences(spec, LENGTHS[layout]), "cpu")
     exact = {
@@ -32,14 +32,14 @@ def test_the_reference_is_the_gradient_that_autograd_finds_in_float64(layout: st
     }
     call = dataclasses.replace(built.call, **exact)
     wanted, first = torch.zeros_like(call.out), torch.zeros_like(call.grad_h_0)
-    of_hidden = torch.zeros(directions, HIDDEN, HIDDEN, dtype=torch.float64)  # weight_hh's gradient, of its rows for n
+    of_hidden = torch.zeros(directions, HIDDEN, HIDDEN, dtype=torch.float64)  # the gradient of weight_hh's rows for n
     for row, direction in itertools.product(range(len(built.case.lengths)), range(directions)):
         module = torch.nn.GRU(3 * HIDDEN, HIDDEN).double()
         with torch.no_grad():
             module.weight_ih_l0.copy_(torch.eye(3 * HIDDEN))
             for name in ("weight_hh", "bias_ih", "bias_hh"):
                 getattr(module, f"{name}_l0").copy_(getattr(call, name)[direction])
-        places = tokens_of(built, row, direction)[::-1]  # in the order that the forward takes them
+        places = tokens_of(built, row, direction)[::-1]  # in the order of the forward
         units = slice(direction * HIDDEN, (direction + 1) * HIDDEN)
         if not places:
             first[direction, row] = call.grad_h_n[direction, row]
@@ -60,7 +60,7 @@ def test_the_reference_is_the_gradient_that_autograd_finds_in_float64(layout: st
     out, grad_h_0 = reference.gradients(spec, call)
     torch.testing.assert_close(out[..., HIDDEN:], wanted[..., HIDDEN:], rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(grad_h_0, first, rtol=1e-10, atol=1e-12)
-    # What h gives to n is multiplied by r: of that there is no input, but weight_hh's rows have its gradient.
+    # The product of h for n is multiplied by r, so no input has its gradient. The gradient of weight_hh's rows for n shows it.
     d_h, before = out[..., :HIDDEN].reshape(directions, -1, HIDDEN), call.before.reshape(directions, -1, HIDDEN)
     torch.testing.assert_close(d_h.transpose(1, 2) @ before, of_hidden, rtol=1e-10, atol=1e-12)
 

@@ -1,4 +1,4 @@
-"""What tuning says of the GRU over sequences: its reference is PyTorch's own, its inputs are what it counts."""
+"""Tuning of the GRU over sequences: its reference is that of nn.GRU, and it counts the bytes of its inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.interpreter
 
 SIZE = GruSize(batch=3, seq=7)
 HIDDEN, FEATURES = 20, 11
-SHAPES = [(layout, *rest) for layout in LAYOUTS for rest in ((1, 1), (2, 1), (1, 3))]  # directions, layers
+SHAPES = [(layout, *rest) for layout in LAYOUTS for rest in ((1, 1), (2, 1), (1, 3))]  # layout, directions, layers
 
 
 def as_torch_runs_it(spec: GruSpec, call: Recurrence) -> tuple[Recurrence, torch.Tensor]:
@@ -74,7 +74,7 @@ def test_the_bytes_counted_are_those_of_the_tensors(shape: tuple[str, int, int])
     spec = GruSpec("bfloat16", HIDDEN, layout=layout, directions=directions, layers=layers)
     call = gru.inputs(spec, SIZE, "meta", 0)
     floats = [t for t in vars(call).values() if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    products = 0 if layout == "dense" or layers > 1 else 3 * SIZE.batch * HIDDEN * 2  # counted, whoever needs them
+    products = 0 if layout == "dense" or layers > 1 else 3 * SIZE.batch * HIDDEN * 2  # counted even if unused
     assert gru.tensor_bytes(spec, SIZE) == sum(t.numel() * t.element_size() for t in floats) + products
     made = gru.inputs(spec, SIZE, "cpu", 0)
     for field in dataclasses.fields(call):
@@ -130,7 +130,7 @@ def test_a_pool_is_of_grids_that_fit_the_gpu() -> None:
         assert "16 multiprocessors" in str(rejection(problem.spec, problem.size, variant, 90, 16))
 
 
-# Several programs wait for each other, and the interpreter runs one after the other.
+# Several programs of a case wait for each other, although the interpreter runs one after the other.
 CASES: list[tuple[GruSpec, GruVariant]] = [
     (GruSpec("bfloat16", 96), GruVariant("persistent", "split", 16, 16, "spin")),
     (GruSpec("float32", 96, layout="packed", directions=2), GruVariant("persistent", "tile", 32, 32, "counter")),
@@ -148,7 +148,7 @@ def test_the_interpreter_checks_sequences() -> None:
 
 @pytest.mark.parametrize(("hidden", "measured_us"), [(32, 0.21), (64, 0.29), (128, 0.61)])
 def test_a_step_of_form_row_is_estimated_by_its_multiplications(hidden: int, measured_us: float) -> None:
-    """0068, of one row; on 1.75 GHz."""
+    """The measured times are those of docs/decisions/0068 for one row, at 1.75 GHz."""
     variant = row_variant(hidden)
     (found,) = gru.work(Problem("few units", "gru", GruSpec("float32", hidden), GruSize(1, 100)), variant)
     us = (found.chain_us + found.chain_clocks / 1750) / 100

@@ -1,4 +1,4 @@
-"""Inputs on the device "meta": what compilers and estimates are given, without memory and at once."""
+"""Inputs on the device "meta", for compilers and estimates: they take no memory and no time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from generator.places import ROOT
 from generator.workload import WORKLOADS, default_problems
 
-SMALL = 2**20  # elements, that a CPU fills in no time
+SMALL = 2**20  # elements, few enough for a CPU to fill at once
 IMPORTED = """
 import sys
 from generator.workload import WORKLOADS, default_problems
@@ -25,7 +25,7 @@ print(sorted(set(sys.modules) - before))
 
 
 def fields(call: Any) -> dict[str, Any]:
-    """What a launch knows of a call: of tensors all but their values."""
+    """What a launch knows of a call: everything but the values of tensors."""
     found = {field.name: getattr(call, field.name) for field in dataclasses.fields(call)}
     return {
         name: (value.dtype, value.shape, value.stride()) if isinstance(value, torch.Tensor) else value
@@ -34,7 +34,7 @@ def fields(call: Any) -> dict[str, Any]:
 
 
 def test_they_import_nothing() -> None:
-    """Arithmetic there imports sympy and torch.fx, half of a second to two, in each compiler."""
+    """Arithmetic on the device "meta" would import sympy and torch.fx, which takes each compiler half a second to two."""
     said = subprocess.run([sys.executable, "-c", IMPORTED], cwd=ROOT, capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "[]"
 

@@ -1,5 +1,6 @@
-"""A family from outside of the tree has all that the built-in ones have: it is listed, rendered, compiled, tuned, recorded,
-dispatched, explained, shown and reported, and no file of this tree changes.
+"""A family from outside the tree has all that the built-in families have, and no file of this tree changes.
+
+It is listed, rendered, compiled, tuned, recorded, dispatched, explained, shown and reported.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ for rows, columns in ((8, 128256), (16, 100000), (8, 128)):
     [("dtype", "torch.float16"), ("columns", "float('inf')"), ("columns", "[128]"), ("dtype", "len")],
 )
 def test_a_problem_that_no_record_could_keep_is_refused(tmp_path: Path, field: str, value: str) -> None:
-    """Not after its trials, when the row is written."""
+    """It is refused at once, not only when its row is written after the trials."""
     family = copied("softmax", tmp_path)
     kept = "import torch\n_problems = problems\ndef problems():\n    for p in _problems():\n        yield dataclasses.replace(p, spec="
     family.write_text(f"{family.read_text()}\n{kept}dataclasses.replace(p.spec, {field}={value}))\n")
@@ -74,7 +75,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def tuned_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A softmax in a folder of a user's, tuned on a GPU that is made up, and what was said of it."""
+    """A softmax family in a user's folder, tuned on a fake GPU, and the output of commands about it."""
     file, before = copied("softmax", tmp_path_factory.mktemp("user")), status()
     problems = f"{PROBLEM},softmax_float32_8192x128"
     done = run(file.parent, "-m", "tests.support.tuning_outside", problems, *COMMANDS, family=file, new=True)
@@ -133,7 +134,7 @@ assert torch.allclose(out, torch.softmax(x, -1)), (out - torch.softmax(x, -1)).a
 
 
 def test_without_a_gpu_it_is_compiled_checked_and_estimated_and_a_wrong_kernel_is_found(tmp_path: Path) -> None:
-    """Of the two that are checked, one has a row a program: it is right, and the other is not."""
+    """Two variants are checked. The one with one row a program is right, the other is wrong."""
     file = copied("rmsnorm", tmp_path)
     changed(file.with_suffix(".py.jinja"), ("x * scale * weight", "x * scale * (weight if BLOCK_ROWS == 1 else 1.0)"))
     problem = "rmsnorm_float32_4096x1152"
@@ -228,7 +229,7 @@ def test_what_a_family_prints_breaks_neither_answers_nor_the_check(tmp_path: Pat
     assert done.stdout.splitlines()[-1] == "['ValueError: not this one', None]"
 
 
-# Of two problems the reference of one raises, and only that one is wrong.
+# The reference of one of two problems raises, and only that problem is wrong.
 CHECKED = """
 from generator.measuring.interpret import interpreted
 from generator.workload import default_problems, default_variant
@@ -259,13 +260,13 @@ def test_each_text_has_a_name_of_its_own(modes: tuple[str, str], tails: tuple[st
         list(_texts(module, "col"))
 
 
-SEEN = 3  # problems of a family
+SEEN = 3  # problems of each family that are compared
 
 
 @pytest.mark.thinned_on_gpu(every=4)
 @pytest.mark.parametrize("name", strangers.PREFIXES)
 def test_a_built_in_family_registers_as_a_stranger_does_and_is_the_same(tmp_path: Path, name: str) -> None:
-    """What the built-in families have that the protocol does not know: nothing."""
+    """The built-in families have nothing beyond the protocol for families from outside."""
     file = strangers.stranger(name, tmp_path)
     done = run(tmp_path, "-m", "tests.support.strangers", name, str(SEEN), family=file)
     assert done.returncode == 0, done.stderr

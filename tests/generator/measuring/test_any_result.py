@@ -1,4 +1,4 @@
-"""Results of any shape and kind can be guarded, poisoned and compared with a copy: those of families from outside."""
+"""Results of any shape and dtype, as families from outside may have, can be guarded, poisoned and compared with a copy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_result_of_any_kind_is_guarded(dtype: torch.dtype) -> None:
     ("x", "out", "wanted"),
     [
         ((32, 64), (32, 64), True),
-        ((32, 96), (32, 64), True),  # of its first features
+        ((32, 96), (32, 64), True),  # the output takes the first features of x
         ((1, 32, 64), (32, 64), False),
         ((32, 64), (64, 32), False),  # a transpose
         ((2, 32, 64), (32, 64), False),  # a gate

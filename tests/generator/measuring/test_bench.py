@@ -1,4 +1,4 @@
-"""Timing launches on a device that is none: what runs, in which order, and what of it counts."""
+"""Timing launches on a fake device: what runs, in which order, and which part of the time counts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WARM_US = 5_000.0
 
 @dataclasses.dataclass
 class Device:
-    """Does one thing after another, each in the time that it says; a graph is what was done while it was captured."""
+    """Does one thing after another, each in its given time; a graph is the list of things done while it was captured."""
 
     now_us: float = 0.0
     done: list[str] = dataclasses.field(default_factory=list)

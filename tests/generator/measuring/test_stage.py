@@ -1,4 +1,4 @@
-"""What a stage times, on which memory, and what it finds wrong: tensors and checks are real, the clock is made up."""
+"""What a stage times, on which memory, and which results it rejects: tensors and checks are real, the clock is made up."""
 
 from __future__ import annotations
 
@@ -44,12 +44,11 @@ PLAIN = next(v for v in ranked(COPY) if not v.pdl)
 
 
 class Staged(CpuStage):
-    """Keeps how the clock was asked; ``spoil`` does something to a call after it was run; time depends on the memory."""
+    """Remembers how the clock was called; ``spoil`` may change a call after it ran; times depend on the memory."""
 
     def __init__(self, problem: Problem) -> None:
         self.asked: list[dict[str, Any]] = []
         self.spoil: Callable[[Any, Any], None] = lambda _variant, _call: None
-        self.slower: list[tuple[int, float]] = []  # memory of the first set -> how much slower it is
         super().__init__(problem, CpuServer(0))
         self.memories = [self.place_of()]
 
@@ -73,7 +72,7 @@ class Staged(CpuStage):
 
 
 def touched(problem: Problem) -> int:
-    """Bytes that a launch reads or writes, each once."""
+    """The bytes that a launch reads or writes, each counted once."""
     work = WORKLOADS[problem.family]
     moved = work.bytes_moved(problem.spec, problem.size)
     return moved // 2 if getattr(problem.spec, "inplace", False) else moved
@@ -145,7 +144,7 @@ def test_eager_is_timed_on_all_sets_unless_that_takes_long_each_result_in_memory
 
     def clock(launches: Any, **how: Any) -> Timing:
         asked.append((how["emptied"] is emptied, len(launches)))
-        if "replays" in how:  # of eager
+        if "replays" in how:  # PyTorch's eager operators are timed
             for launch in launches:
                 launch()
             results[:] = [out.data_ptr() for out in launches[0].args[0]]
@@ -197,7 +196,7 @@ def test_what_was_right_before_and_wrong_while_timed_is_no_result(problem: Probl
 
 def test_what_the_timed_launches_did_not_write_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Staged(COPY)
-    stage.measure(PLAIN)  # its results lie where the next one's should
+    stage.measure(PLAIN)  # leaves right results where those of the next measurement go
 
     def idle(thunks: Any, restore: Any = None, poison: Any = None, **_: Any) -> Timing:
         del restore
@@ -227,7 +226,7 @@ def test_what_is_not_the_same_bit_by_bit_is_held_against_the_reference(monkeypat
 
 @pytest.mark.parametrize("problem", [COPY, INPLACE], ids=lambda p: p.name)
 def test_the_same_bits_are_held_against_the_reference_once(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors: list[float] = []  # what the reference will say of bits that it has not seen
+    errors: list[float] = []  # the errors that the check will return, one for each new result
     monkeypatch.setattr(check, "worst_error", lambda *_: errors.pop(0))
     stage = Staged(problem)
     one, other, *_ = ranked(problem)
@@ -336,7 +335,7 @@ def test_where_one_launches_dependently_all_are_timed_behind_a_foreign_kernel_to
 
 @pytest.mark.parametrize("family", sorted(WORKLOADS))
 def test_what_launches_dependently_is_known_by_its_knob(family: str) -> None:
-    """As the launches say; a family from outside calls the knob as the option."""
+    """The knob agrees with the options of the launches. A family from outside names it after the option, ``launch_pdl``."""
     work = WORKLOADS[family]
     if not hasattr(work.family.variant_type, "pdl"):
         assert family in {"gru", "gru_backward"}

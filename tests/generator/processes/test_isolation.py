@@ -1,4 +1,4 @@
-"""Whatever a variant does to the process that measures it: a recorded failure, and everything else stands."""
+"""Whatever a variant does to the process that measures it is recorded as a failure, and nothing else is lost."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(Child, "now", only_the_hung_are_out_of_time)
     monkeypatch.setattr(forkserver, "TICK_SECONDS", 0.02)
     monkeypatch.setattr(forkserver, "PRELOAD", WARM)
-    monkeypatch.setattr(forkserver, "LATER", ())  # a second of each server
+    monkeypatch.setattr(forkserver, "LATER", ())  # these imports would take each server a second
     yield tmp_path / "cache"
     end_all()
 
@@ -142,7 +142,7 @@ def test_a_problem_that_kills_every_worker_ends_and_the_next_one_is_staged() -> 
             worker.stage(COPY)
     worker.start()
     assert worker.stage(INPLACE).copy_us == 9.0
-    for _ in range(3):  # one answer, and it counts from the beginning
+    for _ in range(3):  # one staged problem, and lost workers are counted from 0 again
         worker.start()
     worker.stop()
 
@@ -181,7 +181,7 @@ def test_a_killed_fork_server_takes_its_children_with_it_and_is_replaced() -> No
     worker.stop()
 
 
-CALLER = ("generator.processes.serve",)  # all that ``sleeping`` needs
+CALLER = ("generator.processes.serve",)  # the only import that ``sleeping`` needs
 
 
 def sleeping(server: ForkServer) -> Child:
@@ -202,7 +202,7 @@ def test_tuners_of_a_host_share_what_forks_and_each_ends_with_its_own() -> None:
     parents = {Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[1] for child in children}
     assert parents == {str(own._process.pid)} if own._process else False
     first.close()
-    for _ in range(2):  # by the second one the server has seen that it is gone
+    for _ in range(2):  # by the second fork the server has noticed that the client is gone
         sleeping(own).stop()
     assert not alive(children[1].pid)
     assert not first.alive
@@ -237,7 +237,7 @@ def test_nothing_is_forked_for_another_user_nor_asked_of_one(monkeypatch: pytest
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has addresses that are in no folder")
 def test_what_one_tuner_does_is_no_others_trouble() -> None:
-    """A child that is asked after twice; a tuner that goes between its request and what belongs to it, its answers unread."""
+    """One tuner waits for a child twice; another leaves in the middle of a request, with its answers unread."""
     own = ForkServer.started(CALLER)
     assert own.address is not None
     children = [sleeping(own), sleeping(own)]
@@ -265,7 +265,7 @@ def test_a_log_that_another_has_emptied_has_no_tail() -> None:
 
 
 def test_a_process_that_cannot_be_started_is_said_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where too many run: the server answers so."""
+    """For example where too many processes run: the server answers with the error."""
     server = ForkServer.started(CALLER)
     child = sleeping(server)
     ask = server._ask
@@ -287,7 +287,7 @@ def test_what_forks_prepares_when_it_is_told_to(cache: Path) -> None:
 
 
 def test_a_server_that_still_imports_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that is refused at once ends at once; a server that serves ends its children first."""
+    """So a command that is refused at once also ends at once. A server that serves already ends its children first."""
     (tmp_path / "endless.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(tmp_path)
     server, serving = ForkServer.started(("endless",)), ForkServer.started(CALLER)
@@ -312,7 +312,7 @@ def test_a_stopped_worker_takes_what_it_started_with_it(cache: Path) -> None:
 
 
 def test_a_killed_tuner_leaves_no_process_behind(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Child, "now", lambda _: 0.0)  # it has all the time there is
+    monkeypatch.setattr(Child, "now", lambda _: 0.0)  # time stands still, so nothing runs out of time
 
     def tuner() -> None:
         worker = Worker(0, SERVER + "HasChildren")
@@ -339,7 +339,7 @@ def sleep_in_two_processes() -> None:
 
 
 def started(cache: Path) -> list[int]:
-    """The processes whose ids workers wrote into their logs."""
+    """The ids of processes that workers wrote into their logs."""
     text = "".join(path.read_text() for path in sorted((cache / "logs").glob("worker-*.log")))
     return [int(n) for line in re.findall(r"started (\d+) from (\d+)\n", text) for n in line]
 
@@ -391,7 +391,7 @@ def test_a_compiler_that_hangs_or_crashes_is_replaced_and_the_others_answer() ->
 
 
 def first_kernel(variant: Any) -> tuple[Any, list[bool], set[str]]:
-    """What a kernel needs; what was read before it, once and for all; and the packages that it imported."""
+    """What a kernel needs; whether two caches were filled before it was compiled; and the packages that compiling imported."""
     import triton.runtime.cache  # noqa: PLC0415 - as the compiler does
 
     read = [bool(f.cache_info().currsize) for f in (structures, triton.runtime.cache.triton_key)]
@@ -401,7 +401,7 @@ def first_kernel(variant: Any) -> tuple[Any, list[bool], set[str]]:
 
 
 def test_compilers_are_forked_with_what_compiling_would_do_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the first child of a server, which is a worker that wakes its GPU meanwhile."""
+    """All children but the first: that is a worker, which wakes its GPU while the server prepares the others."""
     monkeypatch.setattr(forkserver, "LATER", LATER)
     monkeypatch.setattr(forkserver, "_SERVERS", {})
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -488,7 +488,7 @@ def test_what_is_no_comparison_of_each_finalist_is_nonsense(answer: Any) -> None
 
 @pytest.mark.parametrize("answer", [(0, "done", 7), (1, "done", "7"), (1, "failed", 7), 7])
 def test_an_answer_to_another_question_is_no_answer(answer: Any) -> None:
-    """As one that was on its way when Ctrl-C came."""
+    """For example an answer that was on its way when Ctrl-C came."""
     worker = Worker(0)
     worker._child = types.SimpleNamespace(ask=lambda _message, _seconds: answer, lost=LostError)
     with pytest.raises(WorkerLostError, match="it answered nonsense to free_bytes, and was killed"):

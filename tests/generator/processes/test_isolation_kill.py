@@ -1,4 +1,4 @@
-"""Kill the tuner at any moment: at most the trial under way is lost, and the next run ends as an unbroken one does."""
+"""Kill the tuner at any moment: at most the trial under way is lost, and the next run ends as an unbroken run would."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.processes
 
-# Two whose pools are measured whole, and one that is searched between them.
+# Two problems whose pools are measured whole, and between them one that is searched.
 NAMES = ("gru_cell_dreamer_200_16", "llama3_8b_2x4096", "gru_cell_1024_inplace_64")
 PROBLEMS = [problem_named(name) for name in NAMES]
 TRIALS = 12
@@ -36,12 +36,12 @@ KILLS = 50
 
 
 def cost(_: Any, variant: Any) -> float:
-    """Microseconds, another number for each variant."""
+    """Microseconds, different for each variant."""
     return 5 + zlib.crc32(repr(variant).encode()) % 100_000 / 10_000
 
 
 class LoggingWorker(FakeWorker):
-    """Writes down what it is about to measure, where a kill cannot take it back."""
+    """Logs what it is about to measure, in a file that survives a kill."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(cost)
@@ -65,7 +65,7 @@ def tuner(folder: Path, run: str) -> None:
 
 
 def counted(function: Callable[[], object], die_at: int = 0) -> int:
-    """How many calls and returns, of Python and of C, a function takes; the process is killed at the one ``die_at``."""
+    """Count the calls and returns, of Python and C, that a function takes; kill the process at number ``die_at``."""
     count = 0
 
     def step(*_: object) -> None:
@@ -83,7 +83,7 @@ def counted(function: Callable[[], object], die_at: int = 0) -> int:
 
 
 def ended(pid: int) -> bool:
-    """Whether a process ended by itself, well, and was not killed."""
+    """Whether a process ended by itself and not by a kill; it must not have failed."""
     status = os.waitpid(pid, 0)[1]
     assert status in (0, signal.SIGKILL), "a run failed where another had been killed"
     return status == 0
@@ -94,7 +94,7 @@ def measured(path: Path) -> list[str]:
 
 
 def check_files(folder: Path) -> None:
-    """Nothing is half-written, whenever the tuner was killed."""
+    """Check that nothing is half-written, whenever the tuner was killed."""
     if (folder / "out" / "test_gpu.json").exists():
         assert load_record(folder / "out" / "test_gpu.json")
     if (folder / "trials.log").exists():
@@ -107,7 +107,7 @@ def check_files(folder: Path) -> None:
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[str], int]:
     """The record of an unbroken run, what it measured, and how many calls and returns it takes."""
     folder = tmp_path_factory.mktemp("unbroken")
-    tuner(tmp_path_factory.mktemp("warm"), "run")  # templates and pools, which a fork then has
+    tuner(tmp_path_factory.mktemp("warm"), "run")  # fills the caches of templates and pools, which forks then share
     count = folder / "count"
     assert ended(forked(lambda: count.write_text(str(counted(lambda: tuner(folder, "run"))))))
     return (folder / "out" / "test_gpu.json").read_bytes(), measured(folder / "run"), int(count.read_text())
@@ -127,7 +127,7 @@ def test_a_tuner_killed_at_fifty_moments_ends_as_an_unbroken_one(
         folder.mkdir()
         chains += 1
         before: list[str] = []  # what earlier runs of this chain measured
-        under_way: list[str] = []  # when they were killed, and kept or not
+        under_way: list[str] = []  # trials under way when a run was killed: kept or not
         for run in map(str, range(KILLS + 1)):
             moment = moments.randrange(1, calls) if kills < KILLS else 0
             over = ended(

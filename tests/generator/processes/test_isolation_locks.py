@@ -53,14 +53,14 @@ def test_the_second_tuner_of_a_gpu_says_who_has_it_and_waits_until_it_ends(tmp_p
 
     def tell(text: str) -> None:
         told.append(text)
-        os.kill(holder, signal.SIGKILL)  # a lock vanishes with its process, however that ends
+        os.kill(holder, signal.SIGKILL)  # a lock vanishes with its process, however the process ends
         os.waitpid(holder, 0)
 
     with gpu_lock("GPU-1234", tell):
         assert len(told) == 1
         assert f"process {holder} measures on GPU GPU-1234" in told[0]
     with gpu_lock("GPU-1234", pytest.fail), gpu_lock("GPU-5678", pytest.fail):
-        pass  # free again, and another GPU is another lock
+        pass  # the lock is free again, and another GPU has another lock
 
 
 def test_ctrl_c_ends_the_waiting_for_a_gpu(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_two_tuners_on_one_table_keep_every_row_and_no_reader_sees_a_torn_record
     ended: dict[int, int] = {}
     while len(ended) < len(writers):
         seen.append(len(load_record(folder / "test_gpu.json")))
-        if seen[-1] > 1:  # not before each has written something do they write the rest
+        if seen[-1] > 1:  # lets the writers write the rest, but only after each has written something
             (tmp_path / "read").touch()
         for pid in writers:
             if pid not in ended and (status := os.waitpid(pid, os.WNOHANG))[0]:

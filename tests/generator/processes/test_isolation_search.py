@@ -1,4 +1,4 @@
-"""A search over a landscape full of broken variants, with real processes: every failure has its reason, the right one wins."""
+"""A search over a landscape full of broken variants, in real processes: failures have the right reasons, a right variant wins."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Child, "now", only_the_hung_are_out_of_time)
     monkeypatch.setattr(forkserver, "TICK_SECONDS", 0.02)
     monkeypatch.setattr(forkserver, "PRELOAD", WARM)
-    monkeypatch.setattr(forkserver, "LATER", ())  # a second of each server
+    monkeypatch.setattr(forkserver, "LATER", ())  # these imports would take each server a second
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Archives: the same bytes each time, and nothing but what was written is read from one that anybody may have made."""
+"""Archives: the same bytes each time; and reading one that anybody may have made gives only what was written."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked(compression: int) -> None:
 
 def test_members_that_share_bytes_or_lie_about_their_size_are_refused() -> None:
     data = bytearray(zipped({"a.json": b"x" * 100}))
-    at = data.index(b"PK\x01\x02") + 20  # of the central directory: compressed size, size
+    at = data.index(b"PK\x01\x02") + 20  # in the central directory: compressed size, size
     for size in (50, 1000, 2**31):
         data[at : at + 8] = size.to_bytes(4, "little") * 2
         assert "archive" in refused(bytes(data))

@@ -1,4 +1,4 @@
-"""What `tune.py --check` tells apart: rows that do not count, rows worth tuning again, and what cannot be compared here."""
+"""`tune.py --check` tells apart rows that do not count, rows worth tuning again, and rows that cannot be compared here."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_this_machine_can_be_asked() -> None:
 def test_landscapes_of_another_text_are_worth_recording_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured(tmp_path)
     before = found(tmp_path)
-    one = dataclasses.replace(next(x for x in load_landscapes("nvidia_h200")), digests={})  # of any text
+    one = dataclasses.replace(next(x for x in load_landscapes("nvidia_h200")), digests={})  # no digests: fits any text
     stale = dataclasses.replace(one, digests={"rope_bshd_copy_half_freqs": "another"})
     monkeypatch.setattr(audit, "load_landscapes", lambda _: [one, stale])
     (new,) = [finding for finding in found(tmp_path) if finding not in before]

@@ -1,4 +1,4 @@
-"""Rows whose kernels changed in text and not in machine code stay; all others are told, with why."""
+"""Rows whose kernels changed in text but not in machine code stay; all others are reported with the reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OLD = "0" * 12
 
 
 def stale(number: int = 2) -> list[Winner]:
-    """Rows of today's kernels that say that they were measured with others, and with this Triton."""
+    """Rows of today's kernels with the digests of other texts, measured with this Triton."""
     rows = [w for w in read_record("nvidia_h200") if w.family == "rope" and not w.spec.packed][:number]
     return [
         dataclasses.replace(w, digests=dict.fromkeys(w.digests, OLD), environment={**w.environment, "triton": HERE})
@@ -38,7 +38,7 @@ def stale(number: int = 2) -> list[Winner]:
 
 
 def asked(**of: Any) -> Callable[[Path, list[Winner]], Any]:
-    """Trees that answer for every row: the older one with OLD digests and ``before``, this one with today's and ``now``."""
+    """A stand-in that answers for every row: the older tree with OLD and ``before``, this tree with its digests and ``now``."""
 
     def ask(tree: Path, winners: list[Winner]) -> Any:
         here = tree == ROOT
@@ -110,9 +110,9 @@ def test_a_tree_says_what_its_rows_come_to(tmp_path: Path) -> None:
 
 
 def test_a_commit_is_unpacked_by_a_python_that_has_no_filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Debian 12's, 3.11.2."""
+    """Debian 12's Python 3.11.2 is such a Python: its tarfile has no extraction filters."""
     extract: Any = tarfile.TarFile.extractall
-    named = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # a newer one warns if none is
+    named = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # a newer Python warns if no filter is given
     monkeypatch.delattr(tarfile, "data_filter", raising=False)
 
     def extractall(tree: tarfile.TarFile, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Contributions: what is made of a record, and what is refused of one that anybody may have written."""
+"""Contributions: how one is made of a record, and what is refused in one that anybody may have written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 DEVICE = "nvidia_h200"
 ROWS = read_record(DEVICE)
-FIRST = list({w.family: w for w in reversed(ROWS)}.values())  # one of each family
+FIRST = list({w.family: w for w in reversed(ROWS)}.values())  # one row of each family
 LONG, DEEP = "9" * 5000, "[" * 100_000 + "]" * 100_000
 HOSTILE: tuple[Any, ...] = (
     *(None, True, -1, 0, 3, 2**20, 2**21, 2**31, 2**63 - 1, 2**63, 10**4000, 0.5, 1e308, float("nan"), float("inf"), "", "x"),
@@ -56,7 +56,7 @@ def judged(data: bytes, report: Callable[..., Any] = fine, most: int = KERNELS) 
 
 
 def forged(change: Callable[[dict[str, Any]], None] = lambda _: None, text: str | None = None) -> bytes:
-    """A well-made archive of a record that was changed before it was signed."""
+    """A well-formed archive of a record that was changed before it was signed."""
     content = json.loads(unpacked(made(FIRST)[0])[f"{DEVICE}.json"])
     change(content)
     text = json.dumps(content) if text is None else text
@@ -71,7 +71,7 @@ def forged(change: Callable[[dict[str, Any]], None] = lambda _: None, text: str 
 
 
 def of_row(**values: Any) -> Callable[[dict[str, Any]], None]:
-    """Change the first row: fields, or those of its parts as spec__hidden."""
+    """Change the first row: its fields, or fields of its parts, written as spec__hidden."""
 
     def change(content: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -85,12 +85,12 @@ def of_row(**values: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def of_every_environment(only: int = 0, **values: Any) -> Callable[[dict[str, Any]], None]:
-    """Change the environment of all rows from one on; those before are left out."""
+    """Change the environment of all rows from number ``only`` on, and drop the rows before it."""
 
     def change(content: dict[str, Any]) -> None:
         del content["winners"][:only]
         for row in content["winners"][: bool(only)]:
-            row["variant"]["pdl"] = False  # legal anywhere
+            row["variant"]["pdl"] = False  # legal on any card
         for row in content["winners"]:
             row["environment"].update(values)
         content["device"] = values.get("device", content["device"])
@@ -173,7 +173,7 @@ def test_more_rows_than_anybody_measures_are_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_rows_of_an_h200_under_another_name_are_too_fast_for_it() -> None:
-    """A card is its capability and multiprocessors: 4.8 TB/s are not those of an RTX 4090."""
+    """Capability and multiprocessors identify a card, and an RTX 4090 does not reach the 4.8 TB/s of an H200."""
     rope = [w for w in ROWS if w.family == "rope" and w.bytes_moved > 1e8 and not getattr(w.variant, "pdl", False)]
     here = {"device": "nvidia_geforce_rtx_4090", "device_name": "NVIDIA GeForce RTX 4090", "capability": 89, "multiprocessors": 128}  # fmt: skip
     taken = [dataclasses.replace(w, environment=w.environment | here) for w in rope]

@@ -1,4 +1,4 @@
-"""Every contribution in this checkout is judged: whoever sends one sees the verdict in the pull request."""
+"""Every contribution in this checkout is judged, so that its sender sees the verdict in the pull request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was verified: the digest changes with what runs and with nothing else, and --check tells what is not verified."""
+"""Records of verification: the digest changes only with the code that runs, and --check reports what is not verified."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FILES = {
     RUNTIME: 'class Run:\n    """One."""\n\n    def why(self, n: int = 3) -> str:\n        return f"{n!r:>{n}} of {self}"\n',
 }
 
-# Everything that some Python's syntax tree, or its text, shows otherwise than another's. The digest is from 3.11.
+# Everything that the syntax trees (or their texts) of two Pythons show differently. The digest is from 3.11.
 ODD = '''"""Module."""
 from __future__ import annotations
 import os as system, sys
@@ -156,7 +156,7 @@ def test_all_that_ships_counts() -> None:
 
 
 def pythons() -> list[Path]:
-    """Those from 3.10 on that are here, in order: on the path, or where pyenv keeps them."""
+    """The Pythons from 3.10 on that are installed, in order: on the path, or where pyenv keeps them."""
     kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found = []
     for minor in range(10, 16):
@@ -167,7 +167,7 @@ def pythons() -> list[Path]:
 
 
 def test_every_python_gives_the_same_digests(tmp_path: Path) -> None:
-    """Of all that ships, and of each eighth kernel: to another Python every row would be stale."""
+    """The digest of all that ships, and those of every eighth kernel; else another Python would take every row for stale."""
     (tmp_path / "odd.py").write_text(ODD)
     assert digest(tmp_path) == ODD_DIGEST
     program = (
@@ -289,7 +289,7 @@ def test_a_count_that_is_none_is_told(package: Path, count: Any) -> None:
 def test_check_warns_of_what_was_not_verified_and_a_release_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str, options: list[str], code: int, counts: str
 ) -> None:
-    """Of rows and files it says nothing here: they have tests of their own, and depend on what is installed."""
+    """The checks of rows and files are switched off: they have separate tests, and depend on what is installed."""
     (tmp_path / "nvidia_h200.json").write_text(verified_text(record(digest() if kernels == "here" else kernels)))
     monkeypatch.setattr(audit, "not_verified", lambda device: not_verified(device, tmp_path))
     monkeypatch.setattr(audit, "_device", lambda *_: ())

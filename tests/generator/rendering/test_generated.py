@@ -1,4 +1,4 @@
-"""Templates and what they give: readable, pure, injective in name, formatted, and committed as they are."""
+"""Templates and rendered kernels: readable, pure, one name for each text, formatted, and committed as rendered."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ from tuned.families.rope.variant import RopeVariant, has_whole_rows
 
 TEMPLATE_FILES = sorted(TEMPLATES.glob("*.jinja"))
 TEMPLATE_IDS = [path.name for path in TEMPLATE_FILES]
-# Included, no kernel of their own: functions that more than one kernel needs, and statements of more than one's body.
+# Templates that are only included: functions that several kernels call, and statements that several kernels contain.
 FUNCTIONS = {
     *("activations.py.jinja", "segments.py.jinja", "sincos.py.jinja"),
     *("gru_numbers.py.jinja", "gru_product.py.jinja", "gru_rows.py.jinja", "gru_spin.py.jinja"),
@@ -81,13 +81,13 @@ FRAGMENTS = FUNCTIONS | STATEMENTS
 TUNED = Path(__file__).parents[3] / "tuned"
 BLOCK = re.compile(r"# \{% (if|elif|else|endif|for|endfor|set|macro|include|import|block)\b(.*?)%\}")
 
-# A little above the lines with a Jinja block mark in each template today. A structural choice is two to four lines: one
-# more takes a decision here, and a look at whether tl.constexpr would not do.
+# A little above today's number of lines with a Jinja block mark in each template. A structural choice takes two to four
+# lines: one more choice needs a decision here, and a check that tl.constexpr would not do.
 MAX_BLOCK_LINES = {
     "copy_rows.py.jinja": 0,
     "activations.py.jinja": 0,
     "gru_ahead.py.jinja": 2,
-    "gru_backward.py.jinja": 16,  # marks of resets, loaded a turn ahead, once before the loop and then in it
+    "gru_backward.py.jinja": 16,  # reset marks are loaded a turn ahead: once before the loop and then in it
     "gru_bias.py.jinja": 0,
     "gru_cell.py.jinja": 8,
     "gru_cell_vector.py.jinja": 2,
@@ -108,14 +108,14 @@ MAX_BLOCK_LINES = {
     "gru_staged.py.jinja": 11,
     "gru_step.py.jinja": 8,
     "gru_tile.py.jinja": 0,
-    "gru_token.py.jinja": 6,  # resets as text: as a constant, all rows of kernels without them would be stale
+    "gru_token.py.jinja": 6,  # resets are text: a constant would make the rows of all kernels without resets stale
     "gru_turns.py.jinja": 11,
     "gru_wait.py.jinja": 2,
     "gru_weights.py.jinja": 0,
     "linear_cat.py.jinja": 10,
-    # What a plain call leaves out of the parameters, and the constants instead; and pairs that are put apart, whose loads and stores
-    # as constants would have changed the source of every complete call; the parameters of a cache, likewise.
-    "rope.py.jinja": 78,  # and whole rows, with other parameters and another body
+    # Parameters that a plain call leaves out, and the constants in their place. Also the loads and stores of calls that put pairs
+    # apart, and the parameters of a cache: as constants they would have changed the source of every complete call.
+    "rope.py.jinja": 78,  # also whole rows, with other parameters and another body
     "rope_angle_gradient.py.jinja": 14,
     "rope_angles.py.jinja": 16,
     "rope_append.py.jinja": 0,
@@ -134,13 +134,13 @@ MAX_BLOCK_LINES = {
     "sincos.py.jinja": 0,
 }
 MAX_BRANCHES = 3
-MAX_SECTIONS = 2  # of a Python block: more, and it cannot be read as Python
+MAX_SECTIONS = 2  # in a Python block: with more, it cannot be read as Python
 SEQUENCE = [
     *("gru_backward.py.jinja", "gru_layer.py.jinja", "gru_row.py.jinja", "gru_stack.py.jinja", "gru_staged.py.jinja"),
     "gru_turns.py.jinja",
     *(name for name in sorted(FRAGMENTS) if name.startswith("gru_")),
 ]
-MAX_MODULES = 155  # of all families; left alone, structure explodes into thousands
+MAX_MODULES = 155  # of all families; without a limit, structures would grow to thousands
 
 
 # Templates ----------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_a_template_stays_within_its_budget_of_block_marks(path: Path) -> None:
 
 
 def sections(text: str) -> dict[str, int]:
-    """Python block -> how often Jinja chooses or includes something directly in it. A signature is a block."""
+    """Python block -> how many Jinja ifs and includes are directly in it. A signature counts as a block."""
     blocks = {}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.For | ast.While | ast.If):
@@ -239,7 +239,7 @@ ROPE_SPECS = st.builds(
 
 
 def completed(spec: RopeSpec, key_heads: int, copied_heads: int, rotated: str, **rest: Any) -> RopeSpec:
-    """A complete call like a plain one, as far as there is one."""
+    """The complete call nearest to a plain one with these additions: some combinations do not exist."""
     if rotated == "proportional" and (spec.interleaved or spec.head_dim % 2):
         rotated = "last"
     pairs = spec.rotary_dim // 2
@@ -294,12 +294,12 @@ PROPERTY = settings(max_examples=200, deadline=None, derandomize=True, database=
 
 
 def text_of_rope(spec: RopeSpec, variant: RopeVariant) -> str:
-    """What the rotating kernel of any spec and variant is rendered from, as the launches say."""
+    """The source of the rotating kernel for any spec and variant, rendered from the template that the launches name."""
     return render(rope_template(spec), rope_name(spec, variant), spec, variant).source
 
 
 def of_latent(spec: RopeSpec, value_dim: int, deinterleaves: bool) -> RopeSpec:
-    """A call of MLA, or of pairs that are put apart, like a complete one, as far as there is one."""
+    """The call nearest to a complete one that is of MLA or puts pairs apart: some combinations do not exist."""
     value_dim = 0 if spec.inplace or spec.rotary_dim == spec.head_dim else value_dim
     rotated = "last" if value_dim or spec.rotated == "proportional" else spec.rotated
     return dataclasses.replace(
@@ -314,7 +314,7 @@ LATENT_SPECS = st.builds(of_latent, CALL_SPECS, st.integers(0, 256), st.booleans
 @PROPERTY
 @given(spec=st.one_of(ROPE_SPECS, CALL_SPECS, LATENT_SPECS), variant=ROPE_VARIANTS)
 def test_any_rope_call_finds_the_text_that_its_name_promises(spec: RopeSpec, variant: RopeVariant) -> None:
-    if not has_whole_rows(spec):  # for which no rule allows them
+    if not has_whole_rows(spec):  # no rule allows whole rows for this spec
         variant = dataclasses.replace(variant, whole_rows=False)
     assert text_of_rope(spec, variant) == structures()[rope_name(spec, variant)].source
     assert set(kernel_names(spec, variant)) <= set(structures())
@@ -388,19 +388,17 @@ def test_names_are_injective_over_the_text_axes() -> None:
     gradients = [GruSpec("bfloat16", 512, layout, resets=cut) for layout in SEQUENCE_LAYOUTS for cut in (False, True)]
     names += [gradient_name(spec, GruVariant("persistent")) for spec in gradients]
     names += [WEIGHTS]
-    assert (
-        len(set(names)) == len(names) == len(structures()) - 2
-    )  # and those that launchers are tried on, and that copy
+    assert len(set(names)) == len(names) == len(structures()) - 2  # the other two: the probe of launchers, and the copy
 
 
 def bytecode(code: types.CodeType) -> tuple[Any, ...]:
-    """What Python makes of a text, without the numbers of its lines; quicker than a digest of the syntax tree."""
+    """The bytecode of a text without line numbers; quicker than a digest of the syntax tree."""
     constants = [bytecode(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
     return code.co_code, code.co_names, code.co_varnames, tuple(constants)
 
 
 def test_no_two_names_have_the_same_text() -> None:
-    # Optimised, so without docstrings.
+    # optimize=2 drops docstrings.
     texts = [compile(k.source.replace(k.name, "kernel"), "kernel", "exec", optimize=2) for k in structures().values()]
     assert len(set(map(bytecode, texts))) == len(structures())
 
@@ -433,7 +431,7 @@ def test_the_digest_sees_code_and_nothing_else() -> None:
 @pytest.mark.thinned_on_gpu(every=6)
 @pytest.mark.parametrize("name", {template: name for template, name, *_ in texts()}.values())
 def test_a_comment_in_a_kernel_leaves_its_digest_and_a_sign_changes_it(name: str) -> None:
-    """One of each template: its other kernels are the same lines, with fewer or more of them."""
+    """For one kernel of each template: the others have the same lines, or fewer or more of them."""
     kernel = structures()[name]
     assert digest(kernel.source + "# a last word\n") == kernel.digest
     changed = re.sub(r" \* ", " / ", kernel.source[::-1], count=1)[::-1]
@@ -454,7 +452,7 @@ def test_rendered_modules_are_formatted(tmp_path: Path) -> None:
 
 
 def files_in(folder: Path) -> dict[str, str]:
-    """Path below tuned -> text of each Python file of a folder."""
+    """Path below tuned -> text, for each Python file of a folder."""
     return {f"{folder.name}/{path.name}": path.read_text() for path in sorted(folder.glob("*.py"))}
 
 

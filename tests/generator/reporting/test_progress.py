@@ -1,4 +1,4 @@
-"""The live display: what it says of a run, in any width, of one GPU or several."""
+"""The live display: what it shows of a run, in any width, for one GPU or several."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.records import winner
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What rich asks of the environment is the test's, not that of whoever runs it (TERM=dumb draws no bar)."""
+    """Give rich a fixed environment, whatever the user's is (with TERM=dumb it draws no bar)."""
     monkeypatch.setenv("TERM", "xterm-256color")
     for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
@@ -60,7 +60,7 @@ def test_several_gpus_have_a_line_each() -> None:
     display = Display(94)
     display.report(3, progress(note="staging", trial=0, best_us=float("inf")), "GPU 1")
     display.report(4, progress(note="comparing the best"), "GPU 0")
-    display.report(3, progress(problem="study_16x512"), "GPU 1")  # a message that was slower than the one before
+    display.report(3, progress(problem="study_16x512"), "GPU 1")  # a message that arrives late: GPU 0 has reported 4
     lines = shown(display, 120)
     assert lines[0].startswith("4/94 problems")
     assert [line.split("  ")[:3] for line in lines[1:]] == [
@@ -90,14 +90,14 @@ def test_the_time_left_is_by_the_pace_of_the_last_problems() -> None:
     clock = Clock()
     display = Display(100, clock=clock)
     assert display.left() == "?"
-    for done in range(1, 51):  # remembered from an earlier run: no time at all
+    for done in range(1, 51):  # remembered from an earlier run, so they take no time
         display.report(done, progress(trial=0))
     for done in range(51, 61):
         clock.now += 6
         display.report(done, progress(trial=0))
     assert display.left() == "4:00"
     clock.now += 3
-    display.report(60, progress(trial=48))  # half of the next one
+    display.report(60, progress(trial=48))  # half of the next problem is done
     assert display.left() == "3:57"
     assert Display(100, budget_s=90, clock=clock).left() == "1:30"
     hours = Display(10_000, clock=clock)

@@ -1,4 +1,4 @@
-"""The page in a real browser, with the network off: it is drawn, in light and dark, on a desk and on a phone."""
+"""The page in a real browser without a network: it is drawn in light and dark, on a desktop and on a phone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
 ]
 Image = pytest.importorskip("PIL.Image", reason="no Pillow, which matplotlib brings")
 
-# No profile, no network: every name and every proxy leads nowhere.
+# No profile and no network: no name is resolved, and the proxy does not exist.
 QUIET = (
     "--headless",
     "--no-sandbox",
@@ -43,11 +43,11 @@ QUIET = (
     "--disable-component-update",
     "--proxy-server=127.0.0.1:9",
     "--host-resolver-rules=MAP * ~NOTFOUND",
-    "--enable-logging=stderr",  # what a page writes to its console
+    "--enable-logging=stderr",  # prints what a page writes to its console
 )
 DARK = "--blink-settings=preferredColorScheme=0"
 
-# Asks the page, once it is laid out, what a person would see, and leaves the answer in the document.
+# Once the page is laid out, asks it what a person would see, and leaves the answers in the document.
 ASK = """<script>addEventListener("load", () => {
   const box = (e) => e.getBoundingClientRect();
   const heading = [...document.querySelectorAll("#winners thead button")].find((b) => b.textContent === "us");
@@ -69,7 +69,7 @@ ASK = """<script>addEventListener("load", () => {
 
 
 def browse(file: Path, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Run the browser on a file; what the page wrote to its console stands in stderr."""
+    """Run the browser on a file; the page must write nothing to its console."""
     command = [str(BROWSER), *QUIET, f"--user-data-dir={folder}", *flags, file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=BACKSTOP_SECONDS, check=True)
     complaints = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -78,7 +78,7 @@ def browse(file: Path, folder: Path, *flags: str) -> subprocess.CompletedProcess
 
 
 def asked(file: Path, folder: Path, *flags: str) -> dict[str, Any]:
-    """What the page answered to ASK."""
+    """The answers of the page to ASK."""
     dom = browse(file, folder, "--dump-dom", "--virtual-time-budget=3000", *flags).stdout
     found = re.search(r'<pre id="asked">(.*?)</pre>', dom, re.DOTALL)
     assert found is not None, "the page did not come to its end"
@@ -87,7 +87,7 @@ def asked(file: Path, folder: Path, *flags: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """The page of the committed record; the same with ASK; and that in a frame as wide as a phone."""
+    """The page of the committed record; the same page with ASK; and the first page in a frame as wide as a phone."""
     folder = tmp_path_factory.mktemp("pages")
     text = page(collect(PREFERRED, None, None))
     plain, asking, phone = folder / "plain.html", folder / "asking.html", folder / "phone.html"
@@ -157,7 +157,7 @@ def test_the_page_fits_a_phone(pages: tuple[Path, Path, Path], tmp_path: Path) -
 
 
 def test_the_browser_test_would_notice(pages: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    """An error of a script, and a file from elsewhere, are seen: the checks above can fail."""
+    """The checks above can fail: they notice an error in a script, and a file from another host."""
     broken = tmp_path / "broken.html"
     broken.write_text("<script>nothing.here()</script>")
     with pytest.raises(AssertionError, match="nothing is not defined"):

@@ -1,4 +1,4 @@
-"""The page of a device: what it says is what was measured, and it stands on its own."""
+"""The page of a device: it says what was measured, and it is self-contained."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.fakes import ENVIRONMENT
 from tests.support.records import winner
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 
-# In place there is the library's form only, whose tile has three knobs.
+# Steps in place have the library's form only, whose tile has three knobs.
 GRU = [
     Problem(name, "gru_cell", GruCellSpec("bfloat16", hidden, (hidden,), bias=bias, inplace=True), GruCellSize(batch))
     for name, hidden, batch, bias in (
@@ -54,21 +54,21 @@ def landscape(problem: Any, cost: Any, *, whole: bool = True) -> History:
 
 
 def by_rows(problem: Any, variant: Any) -> float:
-    """Two rows are best whatever the problem; how wide they are and how many warps is another matter in each."""
+    """Two rows are best for every problem; the best width and the best number of warps differ between problems."""
     which = GRU.index(problem)
     others = abs(math.log2(variant.block_hidden) - 6 - which) + abs(math.log2(variant.num_warps) - (which ^ 1))
     return 5.0 + 3 * abs(variant.block_batch - 2) + others
 
 
 def by_whole(problem: Any, variant: Any) -> float:
-    """256 features are best whatever the problem; how many rows and warps is another matter in each."""
+    """256 features are best for every problem; the best numbers of rows and warps differ between problems."""
     which = GRU.index(problem)
     others = abs(math.log2(variant.block_batch) - which % 3) + abs(math.log2(variant.num_warps) - which)
     return 5.0 + abs(math.log2(variant.block_batch * variant.block_hidden) - 8) + others
 
 
 def by_thread(problem: Any, variant: Any) -> float:
-    """The less is lost by the wrong number of rows, too: rules for rows and features a program cannot be as good."""
+    """The cost depends only on features a thread, so rules for rows or features a program cannot be as good."""
     return 10.0 * BY_THREAD[max(1, round(per_thread(problem, variant)))]
 
 
@@ -249,7 +249,7 @@ def test_the_journal_gives_what_was_tried_with_the_kernels_of_today(tmp_path: Pa
 
 
 class Reader(html.parser.HTMLParser):
-    """Keeps what a test asks of a page, and fails on tags that are not closed in order."""
+    """Keeps the facts of a page that tests check, and fails on tags that are not closed in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class Reader(html.parser.HTMLParser):
         self.tags: collections.Counter[str] = collections.Counter()
         self.attributes: list[tuple[str, str, str]] = []
         self.words: list[str] = []
-        self.inside: dict[str, list[list[str]]] = {"table": [], "svg": []}  # tags within each
+        self.inside: dict[str, list[list[str]]] = {"table": [], "svg": []}  # the tags inside of each
         self.feed(text)
         assert not self.open, f"not closed: {self.open}"
 
@@ -342,12 +342,12 @@ def test_the_page_says_what_was_measured(sources: Sources) -> None:
         "Test GPU: tuned kernels",
         "3 problems have a winner",
         "llama3_8b_inplace_bshd_2x4096",
-        "99.1%",  # of the floor: 34.2 / 34.5, the lowest and the median
-        "1.04\N{MULTIPLICATION SIGN}",  # the default over the winner, median of three
+        "99.1%",  # the share of the floor: 34.2 / 34.5, both the lowest and the median
+        "1.04\N{MULTIPLICATION SIGN}",  # the default's time over the winner's, median of three
         "Choose it by the thread: 4 features a thread",
         "From the journal, 4 problems",
         f"4 of {sum(len(legal_pool(p, 90).variants) + 1 for p in GRU)} variants tried, out of the journal",
-        "<script>alert('no')</script> & 8",  # as text
+        "<script>alert('no')</script> & 8",  # is shown as text
         "Where a peer is faster: 1 of 2 calls",
         "flash_attn",
         "3.12.3",

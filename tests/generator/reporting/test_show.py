@@ -1,4 +1,4 @@
-"""`tune.py show`: the file runs on its own, and gives what the reference gives."""
+"""`tune.py show`: the file runs on its own, and its results are those of the reference."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_what_is_shown_runs_and_is_right(case: Any, tmp_path: Path) -> None:
     if family == "rope":
         function = module.rope_backward if spec.direction == "backward" else module.rope
         angles = [call.cos] if spec.computes_sincos else [call.cos, call.sin]
-        with np.errstate(invalid="ignore"):  # NumPy warns of the NaN that stands for an angle past the rows
+        with np.errstate(invalid="ignore"):  # NumPy warns of the NaN that an angle past the rows gives
             out = function(call.x, *angles, *([call.cu_seqlens] if spec.packed else []))
         assert (out is call.x) == spec.inplace
     elif family == "gru_cell":
@@ -116,7 +116,7 @@ def test_what_is_shown_runs_and_is_right(case: Any, tmp_path: Path) -> None:
         assert (out is call.h) == spec.inplace
     else:
         out = module.linear_cat(*call.segments, call.weight, *([call.bias] if spec.bias else []))
-    # The interpreter drops the low bits of a bfloat16 store: twice the error of one rounding.
+    # The interpreter truncates bfloat16 stores, which doubles the error of one rounding.
     assert worst_error(out, wanted, bound * (2 if truncates(spec.dtype) else 1)) <= 1
 
 
@@ -188,7 +188,7 @@ def test_the_angles_that_dispatch_takes_are_taken(name: str, entries: str, angle
 
 
 def test_strides_that_the_problem_had_not_are_right(tmp_path: Path) -> None:
-    """Of rows of 24 the kernel knows that 4 divides all strides: those of a caller may be others."""
+    """For rows of 24 the kernel assumes that 4 divides all strides, but a caller's strides may be others."""
     spec, size, variant = RopeSpec("bshd", "float32", 3, 24, 24), SIZE, RopeVariant(**TILE)
     module = load(shown(spec, size, variant), tmp_path)
     assert "MULTIPLE=multiple" in shown(spec, size, variant)
@@ -269,7 +269,7 @@ def test_the_header_names_problem_device_and_time() -> None:
 
 
 def test_nothing_that_a_record_says_is_run() -> None:
-    """A contribution may say anything: names and the device are text in what is shown."""
+    """A contribution may contain anything: its names and devices are shown as text and never run."""
     worst = 'x"""; import os; os.system("echo run"); """ \\'
     row = winner()
     evil = dataclasses.replace(row, name=worst, environment=row.environment | {"device_name": worst, "triton": worst})

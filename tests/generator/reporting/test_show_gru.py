@@ -1,4 +1,4 @@
-"""`tune.py show` of a sequence: the file runs on its own, and gives what the reference gives."""
+"""`tune.py show` of a sequence: the file runs on its own, and its results are those of the reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tuned.families.gru.launches import Recurrence
 
 SIZE = GruSize(batch=3, seq=4)
-# One program has all rows and units, and waits for itself alone: several would wait for ever in the interpreter.
+# One program has all rows and units, so it waits for no other: in the interpreter several would wait for ever.
 WHOLE = {"block_hidden": 32, "block_batch": 16}
 
 
@@ -50,7 +50,7 @@ def shown(spec: GruSpec, variant: GruVariant) -> str:
 
 
 def given(spec: GruSpec, call: Recurrence) -> list[Any]:
-    """The arguments of the function that is shown."""
+    """The arguments of the shown function."""
     arguments = [call.gates, call.h_0, call.weight_hh]
     arguments += [call.weight_ih] if spec.stacked else []
     arguments += [call.bias_ih, call.bias_hh] if spec.bias else []

@@ -1,4 +1,4 @@
-"""`tune.py show` of the gradient of a sequence: the file runs on its own, and gives what the reference gives."""
+"""`tune.py show` of the gradient of a sequence: the file runs on its own, and its results are those of the reference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZE = GruSize(batch=11, seq=3)
 
 
 def case(exchange: str, turns: int = 1, hidden: int = 20, **spec: Any) -> tuple[GruSpec, GruVariant]:
-    """One program has all units of its rows, and waits for itself alone: several would wait for ever in the interpreter."""
+    """One program has all units of its rows, so it waits for no other: in the interpreter several would wait for ever."""
     variant = GruVariant("persistent", "split", 32, 8, exchange, num_warps=2, turns=turns)
     return GruSpec("float32", hidden, **spec), variant
 
@@ -48,7 +48,7 @@ def shown(spec: GruSpec, variant: GruVariant) -> str:
 
 
 def given(spec: GruSpec, call: RecurrenceGradient) -> list[Any]:
-    """The arguments of the function that is shown."""
+    """The arguments of the shown function."""
     arguments = [call.gates, call.hidden, call.before, call.grad_out, call.grad_h_n, call.weight_hh]
     arguments += [call.bias_ih, call.bias_hh] if spec.bias else []
     if spec.layout == "packed":

@@ -1,4 +1,4 @@
-"""Many GPUs through Ray: nodes that die, drivers that die, Ctrl-C. Nothing measured is lost, and the table is one machine's."""
+"""Many GPUs through Ray: nodes die, drivers die, Ctrl-C. No measurement is lost, and the record is that of one machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from generator.searching.connection import Tuners, connected
 
 pytestmark = pytest.mark.processes
 
-# A node that is killed refuses to be asked, and is missed after a second; one that is slow to answer is only waited for.
+# A killed node refuses connections and is missed after a second; a node that is slow to answer is only waited for.
 HEALTH = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 300,
@@ -43,15 +43,15 @@ HEALTH = {
     "prestart_worker_first_driver": False,
 }
 SMALL = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False, "include_log_monitor": False}
-NOTHING = Tuners(list)  # what a tuner's process begins with: these fork nothing
-LAST = 12  # measurement of the node that is killed
+NOTHING = Tuners(list)  # how a tuner's process begins: these fork nothing
+LAST = 12  # the number of the killed node's last measurement
 
 
 class Nodes:
     """A Ray cluster on this machine: its head has no GPU, each other node one, and a name in its environment.
 
-    Each has a folder of its own in ``root``, as hosts have: in one of all, nodes unpack what they are sent over each other,
-    and a tuner that finds a half of it dies, or waits for a minute.
+    Each node has its own folder in ``root``, as hosts have. In a shared folder nodes would unpack the same files over each
+    other, and a tuner that finds half of a file dies or waits for a minute.
     """
 
     def __init__(self, root: Path) -> None:
@@ -73,7 +73,7 @@ class Nodes:
         self.add(*(name for name in names if name not in self.nodes))
 
     def kill(self, name: str) -> None:
-        """End a node with SIGKILL, and with it its workers: they see its raylet go."""
+        """End a node with SIGKILL; its workers see that its raylet is gone and end too."""
         node = self.nodes.pop(name)
         self.cluster.worker_nodes.discard(node)
         for kind in node.all_processes.values():
@@ -84,11 +84,11 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    # Under /tmp: names of sockets are at most 107 characters long.
+    # A folder under /tmp: paths of sockets have at most 107 characters.
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as root:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_worker_niceness", "0")  # on a busy machine the tuners would wait for all others
-        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray would count those
+        patch.setenv("RAY_worker_niceness", "0")  # else tuners on a busy machine would wait for all other processes
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray would count the GPUs that it lists
         made = Nodes(Path(root))
         yield made
         made.cluster.shutdown()
@@ -111,7 +111,7 @@ def all_is_done(run: Run, place: Place) -> None:
 
 
 def test_a_node_that_is_killed_costs_its_trial_and_one_that_comes_takes_over(nodes: Nodes, place: Any) -> None:
-    """Node a waits, b is killed, c comes later; only then a goes on."""
+    """Node a waits, b is killed, and c joins later; only then does a go on."""
     three = place(a={"waits_at": 2}, b={"waits_at": LAST, "said": "waits for its GPU"})
     nodes.only("a", "b")
     said: list[str] = []
@@ -160,7 +160,7 @@ with connected(sys.argv[3], []):
 def test_a_driver_that_is_killed_goes_on_where_it_was(nodes: Nodes, place: Any, tmp_path: Path) -> None:
     told = {"a": {"waits_at": 33}, "c": {"waits_at": 7}}
     two = place(**told)
-    nodes.only("a", "c")  # which the test before leaves, if one process does both
+    nodes.only("a", "c")  # the test before leaves these nodes if it ran in the same process
     command = [sys.executable, "-c", DRIVER, str(tmp_path), json.dumps(told), nodes.cluster.address]
     with subprocess.Popen(command, cwd=ROOT) as driver:
         wait_for(lambda: two.kept() == 32 + 6 or driver.poll() is not None)
@@ -169,7 +169,7 @@ def test_a_driver_that_is_killed_goes_on_where_it_was(nodes: Nodes, place: Any, 
     tuners = two.tuners()
     assert len(tuners) == 2
     wait_for(lambda: not any(map(alive, tuners)))
-    nodes.only("a")  # one GPU goes on with what two have left
+    nodes.only("a")  # one GPU goes on with what two have left over
     two.go()
     run = Run(PROBLEMS)
     with connected(nodes.cluster.address, []):
@@ -203,10 +203,10 @@ def test_ctrl_c_ends_all_gpus_of_a_host_and_keeps_their_trials(place: Any, tmp_p
 
 
 def left_behind(folder: Path) -> list[int]:
-    """The processes but this one that have ``folder`` in their environment."""
+    """The other processes that have ``folder`` in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it ended, or is another user's
+        with contextlib.suppress(OSError):  # the process ended, or is another user's
             if str(folder).encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
                 found.append(int(path.parent.name))
     return found

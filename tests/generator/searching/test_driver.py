@@ -1,4 +1,4 @@
-"""The driver of many GPUs, with a Ray that is a few lines: who gets which problem, who is left out, what is kept."""
+"""The driver of many GPUs, with a small stand-in for Ray: which GPU gets which problem, which is left out, what is kept."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_cluster_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_measures_does_not_give_way_to_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_enable_worker_prestart", "RAY_prestart_worker_first_driver", "RAY_worker_niceness"):
-        monkeypatch.setenv(name, "1")  # so that it is as it was afterwards
+        monkeypatch.setenv(name, "1")  # so that monkeypatch restores the variable afterwards
         monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     seen: list[str] = []
@@ -79,14 +79,14 @@ def test_what_measures_does_not_give_way_to_its_neighbours(monkeypatch: pytest.M
 
 @dataclasses.dataclass
 class Gpu:
-    """What a GPU does with what it is given."""
+    """How a GPU behaves in a test."""
 
     environment: dict[str, Any] = dataclasses.field(default_factory=lambda: ENVIRONMENT)
-    cannot_start: str = ""  # why
+    cannot_start: str = ""  # the reason, if it cannot
     dies_before_it_starts: bool = False
-    dies_at: tuple[str, ...] = ()  # problems
+    dies_at: tuple[str, ...] = ()  # names of problems
     is_lost_at: tuple[str, ...] = ()
-    workers: list[FakeWorker] = dataclasses.field(default_factory=list)  # one a start: a thread of the dead may go on
+    workers: list[FakeWorker] = dataclasses.field(default_factory=list)  # one a start: a dead one's thread may go on
 
     @property
     def worker(self) -> FakeWorker:
@@ -119,7 +119,7 @@ class Actor:
             yield "ready", "another host", str(self.index), self.gpu.environment, 3
 
     def _tune(self, work: Any, held: Any) -> Iterator[Any]:
-        self.works.append(work)  # at once, whenever it is begun
+        self.works.append(work)  # recorded at once, whenever the generator is started
         return self._letters(work, held)
 
     def _letters(self, work: Any, held: Any) -> Iterator[Any]:
@@ -139,7 +139,7 @@ class Actor:
 
 
 class FakeRay:
-    """As much of Ray as the driver asks for."""
+    """The part of Ray that the driver uses."""
 
     def __init__(self, *gpus: Gpu) -> None:
         self.free = list(enumerate(gpus))
@@ -161,7 +161,7 @@ class FakeRay:
     def actor(self, begin: Any) -> Actor:
         assert begin is fork_server
         index, gpu = self.free.pop(0)
-        if gpu.dies_before_it_starts or gpu.dies_at:  # its GPU is there again at once
+        if gpu.dies_before_it_starts or gpu.dies_at:  # its GPU is free again at once
             self.free.append((index, gpu))
         return Actor(index, gpu, self.works)
 
@@ -178,7 +178,7 @@ class FakeRay:
 
 @pytest.fixture
 def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """A run on these GPUs: the run, what was said, and the fake Ray."""
+    """A function that tunes on given GPUs and returns the run, what it said, and the fake Ray."""
     monkeypatch.setenv("TUNED_CACHE", str(tmp_path / "cache"))
 
     def tune(*gpus: Gpu, report: Callable[..., None] = lambda *_: None, **changes: Any) -> Any:

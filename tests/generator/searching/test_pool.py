@@ -1,4 +1,4 @@
-"""The legal pool is the same however a family's variant is made: its tiles are looked at without the constructor where they can be."""
+"""The legal pool is the same for every kind of variant class: where possible, tiles are checked without its constructor."""
 
 from __future__ import annotations
 

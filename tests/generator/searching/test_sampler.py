@@ -62,7 +62,7 @@ def test_what_is_to_come_next_comes_next_and_once() -> None:
     sampler.propose_next(POOL[5])
     sampler.propose_next(POOL[2])
     asked = proposals(sampler, KNOBS, len(POOL))
-    sampler.propose_next(POOL[5])  # has had its trial
+    sampler.propose_next(POOL[5])  # has had its trial already
     assert asked[:2] == [POOL[5], POOL[2]]
     assert len({str(row) for row in asked}) == len(POOL)
 
@@ -101,10 +101,10 @@ def test_trials_that_run_are_believed_and_not_proposed_again() -> None:
     sampler = PoolSampler(knobs, [dataclasses.asdict(v) for v in pool.variants], 0)
     study = optuna.create_study(sampler=sampler)
     asked = []
-    for i in range(48):  # results come 16 trials late
+    for i in range(48):  # results arrive 16 trials late
         asked.append(study.ask(space(knobs)))
         if i >= 16:
             study.tell(asked[i - 16], float(asked[i - 16].params["block_tokens"]))
     assert len({str(trial.params) for trial in asked}) == len(asked)
-    # The model has seen that fewer tokens a program are faster.
+    # By now the model knows that fewer tokens a program are faster.
     assert sum(trial.params["block_tokens"] == 1 for trial in asked[32:]) >= 12

@@ -1,4 +1,4 @@
-"""The search on a landscape that is known: no GPU, no compiler, no clock."""
+"""The search on a known landscape: no GPU, no compiler, no clock."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from tuned.lookup.record import load_record
 if TYPE_CHECKING:
     from pathlib import Path
 
-SMALL = problem_named("gru_cell_dreamer_200_16")  # a pool of 54: measured whole
-LARGE = problem_named("llama3_8b_2x4096")  # of 588: searched
+SMALL = problem_named("gru_cell_dreamer_200_16")  # a pool of 60 variants, which is measured whole
+LARGE = problem_named("llama3_8b_2x4096")  # a pool of 588 variants, which is searched
 BEST = RopeVariant(block_tokens=2, block_heads=16, cache="keep", num_warps=8)
 
 
@@ -56,7 +56,7 @@ def gru_cost(problem: Any, variant: Any) -> float:
 
 
 def rope_cost(problem: Any, variant: Any) -> float:
-    """Microseconds, least at BEST; every knob counts."""
+    """Microseconds, lowest at BEST; every knob counts."""
     del problem
     differ = sum(getattr(variant, n) != getattr(BEST, n) for n in ("order", "cache", "pdl"))
     tile = sum(octaves(getattr(variant, n), getattr(BEST, n)) for n in ("block_tokens", "block_heads", "num_warps"))
@@ -161,7 +161,7 @@ def test_a_torn_last_line_of_the_journal_costs_that_line_only(tmp_path: Path) ->
 
 def test_a_variant_that_is_wrong_is_data(tmp_path: Path) -> None:
     def cost(problem: Any, variant: Any) -> float:
-        if variant.num_warps == 2:  # the fastest, had it been right
+        if variant.num_warps == 2:  # these would be the fastest if they were right
             raise TrialFailedError("WrongResultError: the worst error is 12 times what rounding allows")
         return gru_cost(problem, variant)
 
@@ -183,7 +183,7 @@ def test_a_lost_worker_is_started_again_and_the_search_goes_on(tmp_path: Path) -
     worker = FakeWorker(cost)
     outcome = search(SMALL, worker, tmp_path)
     assert len(outcome.failed) >= 5
-    # Each is tried twice, the second time in a process that has tried nothing else.
+    # Each failing variant is tried twice, the second time in a process that has tried nothing else.
     assert worker.starts - 1 in (2 * len(outcome.failed), 2 * len(outcome.failed) + 1)
     assert outcome.passing == 0
     assert worker.staged == [SMALL.name] * worker.starts
@@ -195,12 +195,12 @@ HUNG = "no answer in 30 s: it hung, and was killed"
 
 
 class Flaky(FakeWorker):
-    """Fails some variants the first so many times, and keeps what its process had measured before."""
+    """Fails each variant of ``fails`` for the first so many times; notes how much its process had measured before each try."""
 
     def __init__(self, fails: dict[Any, int], error: Exception) -> None:
         super().__init__(self._cost)
         self.fails, self.error = dict(fails), error
-        self.before: list[tuple[Any, int]] = []  # variant -> how much was measured in its process before
+        self.before: list[tuple[Any, int]] = []  # pairs: variant, how much its process had measured before
         self.here = 0
 
     def start(self) -> None:
@@ -353,7 +353,7 @@ def test_a_deadline_in_the_past_still_gives_the_default(tmp_path: Path) -> None:
     assert outcome.winner.variant == worker.measured[0]
 
 
-A, B, C = (RopeVariant(num_warps=w) for w in (1, 4, 8))  # from simple to less so
+A, B, C = (RopeVariant(num_warps=w) for w in (1, 4, 8))  # from the simplest to the least simple
 
 
 @pytest.mark.parametrize(
@@ -425,14 +425,14 @@ def test_the_mean_of_both_counts_where_all_were_timed_behind_a_foreign_kernel() 
 
 @pytest.mark.parametrize(("like", "wanted"), [(1.42, B), (2.03, A)])
 def test_a_launch_depends_where_it_wins_more_than_it_loses(like: float, wanted: Any) -> None:
-    """One token of Llama 3 8B on an H200, without and with it: 2.06 and 1.42 us behind its like, 2.15 and 2.37 behind another."""
+    """One token of Llama 3 8B on an H200 took 2.06 us, 1.42 if dependent, behind its like; behind another 2.15 and 2.37."""
     without, dependent = Compared(((2.06, 2.07),) * 3, ((2.15,),) * 3), Compared(((like, like),) * 3, ((2.37,),) * 3)
     times, noise = counted({A: without, B: dependent})
     assert choose(times, None, noise) == wanted
 
 
 class Finals(FakeWorker):
-    """Compares by ``final`` instead: variant -> Compared, which may raise."""
+    """Compares finalists by ``final``: a function variant -> Compared, which may raise."""
 
     final: Any = None
 
@@ -654,7 +654,7 @@ def test_seeds_are_legal_near_and_few(tmp_path: Path) -> None:
     tune_all(run, tools(FakeWorker(rope_cost), tmp_path), Orders(run.problems, 20, folder=tmp_path / "out"))
     winners = [
         dataclasses.replace(w, variant=RopeVariant(block_tokens=2**i)) for i, w in enumerate(run.winners)
-    ]  # told apart by their tiles
+    ]  # their tiles tell them apart
     seeds = seeds_for(LARGE, winners, 90)
     assert seeds[0] == winners[0].variant, "the same spec and size"
     assert seeds[1] == winners[3].variant, "then the same spec at another size"

@@ -1,4 +1,4 @@
-"""Disks that are full, checkouts that are read-only, journals with a broken line: one sentence, and nothing half written."""
+"""Full disks, read-only checkouts, journals with a broken line: one sentence as error, and nothing half-written."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def failing(number: int, real: Callable[..., Any], after: int, half: bool = False) -> Callable[..., Any]:
-    """A function that fails from its call number ``after`` on; with ``half`` it writes half of it first."""
+    """``real`` until call number ``after``, from which on it fails; with ``half`` it writes half of the bytes first."""
     calls = iter(range(10**9))
 
     def fail(*arguments: Any, **named: Any) -> Any:
@@ -55,7 +55,7 @@ def failing(number: int, real: Callable[..., Any], after: int, half: bool = Fals
 
 
 def said(done: Any, number: int, name: str) -> None:
-    """The command ended with one sentence about the file."""
+    """Check that the command ended with one sentence about the file."""
     assert done.exit_code == 1, done.output
     assert "Traceback" not in done.output
     text = " ".join(done.output.split())
@@ -113,7 +113,7 @@ def test_a_cache_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyP
     done = call(*asked)
     said(done, errno.EROFS, "locks")
     save_winner(winner(ONE), tmp_path / "out")
-    for question in (("--list",), ("--dry-run",), ("show", ONE), ("explain", ONE)):  # what keeps nothing goes on
+    for question in (("--list",), ("--dry-run",), ("show", ONE), ("explain", ONE)):  # these write nothing and work
         options = () if question[0][0] != "-" else ("--problems", ONE)
         assert call("--out", str(tmp_path / "out"), *options, *question).exit_code == 0, question
 
@@ -169,7 +169,7 @@ def test_other_errors_are_not_of_the_disk() -> None:
 
 
 def test_options_before_a_command_are_of_their_own_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Earlier versions of Typer keep paths in the context as strings."""
+    """Earlier versions of Typer keep paths as strings in the context: options must still be paths."""
     asked: list[Any] = []
     monkeypatch.setattr(commands, "explain", lambda *arguments: asked.append(arguments[2]) or 0)
     command = typer.main.get_command(command_line.app)
@@ -183,7 +183,7 @@ def test_options_before_a_command_are_of_their_own_types(tmp_path: Path, monkeyp
 
 
 class _Strings(dict[str, Any]):
-    """The parameters of a context as earlier versions have them, for who looks into it; those it is called with are whole."""
+    """The parameters of a context as earlier versions show them: subscripting gives strings, calls still get paths."""
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
@@ -226,7 +226,7 @@ def test_a_broken_line_in_the_middle_costs_that_line(tmp_path: Path, how: str) -
     path = tmp_path / "trials.log"
     lines = filled(path)
     assert len(lines) == 5
-    lines[1] = BROKEN[how](lines[1])  # the trial of A
+    lines[1] = BROKEN[how](lines[1])  # the trial of variant A
     path.write_bytes(b"\n".join(lines) + b"\n")
     with pytest.warns(RuntimeWarning, match=r"line 2 of the journal .*trials.log is broken and left out"):
         found = known(path)
@@ -248,7 +248,7 @@ def test_a_lost_study_gives_none_of_its_trials_to_another(tmp_path: Path, how: s
         first, second = known(path)
     assert set(first) <= {A, B}
     assert set(second) <= {C}
-    if how == "truncated":  # it can be told that it was a study: the others are where they were
+    if how == "truncated":  # half a line still shows that it was a study, so the numbers of other studies do not change
         assert (first, second) == ([], [C])
 
 

@@ -1,4 +1,4 @@
-"""The journal: what is kept of a trial, and what of it still counts later."""
+"""The journal: what it keeps of a trial, and which trials still count later."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ A, B = GruCellVariant(num_warps=2), GruCellVariant(num_warps=8)
 
 @dataclasses.dataclass(frozen=True)
 class Enlarged(GruCellVariant):
-    """The space with a knob more, and a choice less."""
+    """The space of variants with one more knob, and without some choices."""
 
     block_hidden: int = one_of(8, 128, 256, 512, 1024, default=8)
     unroll: int = one_of(1, 2, 4, default=2)
@@ -42,7 +42,7 @@ def digests(variant: Any) -> dict[str, str]:
 
 @pytest.fixture(params=["journal file", "sqlite"])
 def open_again(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """Each call is a new process's view of the same trials."""
+    """A function whose every call gives a new process's view of the same trials."""
     url = None if request.param == "journal file" else f"sqlite:///{tmp_path}/trials.db"
     return lambda: Journal(open_storage(url, "test_gpu", tmp_path / "trials.log"))
 
@@ -98,7 +98,7 @@ def test_a_problem_is_what_it_asks_not_what_it_is_called(tmp_path: Path) -> None
 def test_a_larger_space_keeps_what_was_measured(open_again: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = open_again()
     journal.add(PROBLEM, ENVIRONMENT, A, (4.5, 0.25), DIGESTS)
-    journal.add(PROBLEM, ENVIRONMENT, GruCellVariant(block_hidden=64), (5.0, 0.25), DIGESTS)  # a choice that goes
+    journal.add(PROBLEM, ENVIRONMENT, GruCellVariant(block_hidden=64), (5.0, 0.25), DIGESTS)  # Enlarged lacks it
     family = dataclasses.replace(FAMILIES["gru_cell"], variant_type=Enlarged)
     monkeypatch.setattr(journal_module, "FAMILIES", {"gru_cell": family})
     enlarged = open_again()
@@ -144,7 +144,7 @@ def test_a_trial_is_one_line_of_the_file_and_reads_well_elsewhere(tmp_path: Path
     lines = path.read_text().splitlines()
     assert len(lines) == 1 + len(pool), "the study, and the trials"
     assert max(map(len, lines)) < 2000
-    # As optuna-dashboard opens it.
+    # Open the file as optuna-dashboard does.
     plain = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
     (study,) = optuna.get_all_study_summaries(plain)
     assert PROBLEM.name in study.study_name

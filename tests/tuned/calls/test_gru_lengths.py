@@ -1,4 +1,4 @@
-"""Where sequences start and how long they are, and how long what says so lives."""
+"""Where sequences start, how long they are, and how long the tensors that hold this stay in memory."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ class _OnGpu:
 
 @pytest.fixture
 def lengths_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Lengths that lie on a GPU, as far as ``lengths`` sees it: what is made for each, the current stream, whether it captures."""
+    """Stand-ins for tensors of lengths on a GPU: made for each set of lengths; the stream; whether it captures."""
     state = types.SimpleNamespace(made={}, stream="first", capturing=False)
 
-    @functools.lru_cache(maxsize=2)  # of which one soon leaves
+    @functools.lru_cache(maxsize=2)  # so small that an entry soon leaves
     def packed(batch_sizes: Any, _device: Any) -> Any:
         made = _OnGpu(), _OnGpu()
         state.made.setdefault(batch_sizes, []).append(weakref.ref(made[0]))

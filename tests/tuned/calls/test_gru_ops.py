@@ -1,4 +1,4 @@
-"""The operators tuned::gru, tuned::gru_cell and tuned::linear_cat, and what torch.compile makes of the modules."""
+"""The operators tuned::gru, tuned::gru_cell and tuned::linear_cat, and the modules under torch.compile."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _fresh() -> Iterator[None]:
 
 
 def gru_arguments(kind: str) -> tuple[Any, ...]:
-    """Arguments of tuned::gru, every tensor wanting a gradient."""
+    """Arguments of tuned::gru; every tensor requires a gradient."""
     layers, directions, bias, first = {"plain": (1, 1, False, False), "deep": (2, 2, True, True)}.get(
         kind, (2, 2, True, False)
     )
@@ -58,7 +58,7 @@ def test_the_sequence_operator_keeps_the_rules_of_operators(kind: str) -> None:
     wanted = [True, False, *[True] * len(weights)]
     grads = (torch.ones_like(output), torch.ones_like(h_n), wanted, output.detach())
     torch.library.opcheck(torch.ops.tuned.gru_backward.default, (*grads, *fixed))
-    # Which is traced as above, whatever is left out; that changes what is computed and its shapes.
+    # The operator is traced as above whatever is left out; what is left out changes what it computes and its shapes.
     of_none = ("test_schema", "test_faketensor")
     for given in ((None, *grads[1:]), (grads[0], None, *grads[2:]), (*grads[:3], None)):
         torch.library.opcheck(torch.ops.tuned.gru_backward.default, (*given, *fixed), test_utils=of_none)
@@ -120,7 +120,7 @@ def test_one_result_may_be_all_that_is_used(used: int, layers: int) -> None:
 
 
 def test_gradients_that_share_memory_are_copied() -> None:
-    """As those of both biases may, all those that cuDNN gives, and one that is passed on."""
+    """Gradients may share memory: those of both biases, all gradients of cuDNN, and one that is passed on unchanged."""
     given, buffer, tensor = torch.ones(4), torch.arange(8.0), torch.zeros(4)
     found = [buffer[:4], buffer[4:], buffer[:4], given, torch.zeros(()).expand(4), None, None]
     wanted = [True] * 6 + [False]
@@ -144,7 +144,7 @@ def test_a_gradient_of_gradients_is_refused_in_words() -> None:
 
 
 def counted(graph: torch.fx.GraphModule) -> list[int]:
-    """How many operators of a GRU, and of its gradient, a graph has."""
+    """The number of GRU operators in a graph, and of operators of its gradient."""
     targets = [str(node.target) for node in graph.graph.nodes]
     return [targets.count(f"tuned.{name}.default") for name in ("gru", "gru_backward")]
 
@@ -209,7 +209,7 @@ def test_a_gradient_is_counted_as_the_products_three_times(kind: str) -> None:
 
 
 class Decoder(torch.nn.Module):
-    """All that torch.compile has an operator for."""
+    """A model with everything that torch.compile has an operator for."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The short way of a GRU call: which launch it makes, what it does not take for the same call, and what it keeps."""
+"""The plan of a repeated GRU call: which launch it makes, which calls it never serves, and what it keeps alive."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ pytestmark = pytest.mark.interpreter
 
 T, B, FEATURES, H = 3, 2, 5, 16
 SPIN = GruVariant("persistent", block_hidden=8, block_batch=8, exchange="spin")
-POLL = dataclasses.replace(SPIN, exchange="poll")  # as the interpreter can run it
-HEAD = (0, None, None, None)  # what the launcher adds
+POLL = dataclasses.replace(SPIN, exchange="poll")  # a variant that the interpreter can run
+HEAD = (0, None, None, None)  # the arguments that the launcher adds
 without_a_gpu = pytest.mark.skipif(not INTERPRETED, reason="this stands in for a GPU where there is none")
 COUNTER = GruVariant("persistent", block_hidden=8, block_batch=8, exchange="counter")
 ALONE = GruVariant("persistent", block_hidden=64, num_warps=4)
@@ -52,7 +52,7 @@ STAGED = GruVariant("persistent", "staged", 16, 16, "spin", num_warps=8)
 
 
 class Wiretap:
-    """What a direct launch was made from, and what it was called with since."""
+    """Records the launch that a direct launch was made from, and the arguments of each call of it."""
 
     def __init__(self) -> None:
         self.learned: list[Launch] = []
@@ -99,7 +99,7 @@ def weights_of(layers: int, directions: int, *, bias: bool = True, flat: bool = 
 def learned(
     variant: GruVariant, weights: list[torch.Tensor], *, captured: bool = True, gradient: bool = False, **settings: Any
 ) -> tuple[GruCall, GruSpec]:
-    """A call on the CPU, served the long way and remembered."""
+    """A call on the CPU that was served in full, and whose plan was then kept."""
     call = gru_call(torch.randn(T, B, FEATURES), torch.randn(hidden_rows(settings), B, H), weights, **settings)
     directions = 2 if call.bidirectional else 1
     spec = GruSpec("float32", H, "dense", directions, call.num_layers, call.has_biases)
@@ -165,7 +165,7 @@ def test_a_call_seen_before_is_the_same_launch_on_its_own_tensors(
         bias=settings.get("bias", True),
         flat=flat,
     )
-    # New memory may hold what another call filled it with.
+    # New memory may hold what an earlier call put there.
     monkeypatch.setattr(
         tuned.launching.plan,
         "_maker",
@@ -197,7 +197,7 @@ def test_a_call_seen_before_is_the_same_launch_on_its_own_tensors(
 
 
 def layer_by_layer(variant: GruVariant, spec: GruSpec, *_: Any) -> Choice:
-    """No launch has all layers of a stack."""
+    """No single launch has all layers of a stack."""
     return Choice("eager", "one by one", None) if spec.stacked else Choice("default", "", variant)
 
 
@@ -222,10 +222,10 @@ def test_layers_that_are_launched_one_after_another_have_one_plan(
     first = [torch.randn(T, B, FEATURES), torch.randn(hidden_rows(settings), B, H)]
     strides: set[Any] = set()
     # TensorFloat-32 rounds.
-    for time in range(4):  # decided, known by its properties, known at once
+    for time in range(4):  # decided in full, known by its properties, known at once
         x, hx = (torch.randn_like(t) for t in first)
         x = x.transpose(0, 1).contiguous() if settings.get("batch_first") else x
-        marks = torch.rand(x.shape[:2]) < 0.4 if marked else None  # other ones each time
+        marks = torch.rand(x.shape[:2]) < 0.4 if marked else None  # other marks in each call
         launches = machine.public, machine.direct
         out, h_n = gru(x, hx, weights, resets=marks, **settings)
         call = gru_call(x, hx, weights, resets=marks, **settings)
@@ -242,7 +242,7 @@ def test_layers_that_are_launched_one_after_another_have_one_plan(
 
 @pytest.fixture
 def stepped(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Every call is steps of the library, and a stack is layer by layer."""
+    """Every call runs by steps of strategy "library", and a stack runs layer by layer."""
 
     monkeypatch.setattr(run, "_choose", functools.partial(layer_by_layer, GruVariant()))
     monkeypatch.setattr(run, "timely", lambda choice, *_, **__: choice)
@@ -269,10 +269,10 @@ def test_steps_of_the_library_have_a_plan_of_all_their_launches(
     hidden = settings.pop("hidden_size", H)
     made = torch.nn.GRU(FEATURES, hidden, **settings, dtype=dtype)
     launches = T * settings.get("num_layers", 1) * (2 if settings.get("bidirectional") else 1)
-    for time in range(4):  # decided, known by its properties, known at once
+    for time in range(4):  # decided in full, known by its properties, known at once
         shape = (B, T, FEATURES) if settings.get("batch_first") else (T, B, FEATURES)
         x = torch.randn(shape, dtype=dtype)
-        hx = torch.rand(hidden_rows(settings), B, hidden, dtype=dtype) - 0.5  # states that float16 has to 2^-12
+        hx = torch.rand(hidden_rows(settings), B, hidden, dtype=dtype) - 0.5  # in float16: multiples of 2^-12
         before = stepped.public, stepped.direct
         out, h_n = gru(x, hx, made._flat_weights, **settings)
         want, want_h = made(x, hx)
@@ -285,7 +285,7 @@ def test_steps_of_the_library_have_a_plan_of_all_their_launches(
 @without_a_gpu
 @pytest.mark.parametrize("rows", [1, 3])
 def test_steps_of_the_library_take_strided_tensors(stepped: Machine, rows: int) -> None:
-    """An input and weights that lie transposed have a plan; states of other strides, and one for all rows, none."""
+    """Transposed inputs and weights have a plan; states of other strides, or one state for all rows, have none."""
     made = torch.nn.GRU(FEATURES, H)
     weights = [w.t().contiguous().t() if w.ndim > 1 else w for w in made._flat_weights]
     plain = torch.randn(1, rows, H)
@@ -305,7 +305,7 @@ def test_steps_of_the_library_take_strided_tensors(stepped: Machine, rows: int) 
 @without_a_gpu
 @pytest.mark.parametrize("what", ["rows of 18 bytes", "a bias at 2 bytes"])
 def test_steps_that_are_no_one_kernel_have_no_plan(stepped: Machine, what: str) -> None:
-    """Of addresses that 16 does not divide the code is another, and steps of rows of 18 bytes have both."""
+    """Addresses that 16 does not divide need another compiled kernel; rows of 18 bytes have both kinds."""
     hidden = 9 if what == "rows of 18 bytes" else H
     made = torch.nn.GRU(FEATURES, hidden, dtype=torch.float16)
     weights = list(made._flat_weights)
@@ -323,7 +323,7 @@ def test_steps_that_are_no_one_kernel_have_no_plan(stepped: Machine, what: str) 
 def test_a_product_that_a_kernel_makes_is_made_by_a_known_call_too(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, directions: int, strategy: str
 ) -> None:
-    """As where torch multiplies float32 by IEEE, and a GRU by TensorFloat-32."""
+    """For example if torch multiplies float32 by IEEE rules and a GRU multiplies in TensorFloat-32."""
     variant = POLL if strategy == "persistent" else GruVariant()
     monkeypatch.setattr(run, "_choose", lambda *_: Choice("default", "", variant))
     monkeypatch.setattr(run, "timely", lambda choice, *_, **__: choice)
@@ -346,7 +346,7 @@ def test_a_product_that_a_kernel_makes_is_made_by_a_known_call_too(
         for got, want in zip(gru(x, hx, made._flat_weights, bidirectional=directions == 2), made(x, hx), strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=3e-3)
         told = machine.public - before[0], machine.direct - before[1]
-        planned = directions if strategy == "persistent" else 0  # of few steps the products are launched directly, too
+        planned = directions if strategy == "persistent" else 0  # with few steps the products are launched directly too
         assert told == ((steps, 0) if not time else (0, steps + planned))
         assert len(products) == directions * (1 if planned else time + 1)
 
@@ -425,7 +425,7 @@ def test_a_call_with_resets_is_known_by_them(machine: Machine, monkeypatch: pyte
     x, hx = torch.randn(T, B, FEATURES), torch.randn(2 if made.bidirectional else 1, batch, H)
     for time in range(6):
         marks, before = torch.rand(T, B) < 0.4, machine.direct
-        given = marks if time < 4 else torch.stack((marks, ~marks), 2)[..., 0]  # then of other strides
+        given = marks if time < 4 else torch.stack((marks, ~marks), 2)[..., 0]  # from then on with other strides
         out, h_n = made(x, hx, resets=given)
         want, want_h = eager.gru(gru_call(x, hx, made._flat_weights, resets=marks, **settings))
         torch.testing.assert_close(out, want, rtol=0, atol=2e-3)
@@ -499,7 +499,7 @@ def test_what_one_launch_cannot_do_again_is_not_remembered() -> None:
 def test_weights_that_lie_apart_are_brought_together_in_one_launch(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """As those of torch.nn.GRU in bfloat16, which cuDNN is not asked to flatten."""
+    """The weights of torch.nn.GRU in bfloat16 lie apart, because cuDNN is not asked to flatten them."""
     monkeypatch.setattr(run, "_choose", lambda *_: Choice("default", "", POLL))
     monkeypatch.setattr(torch, "stack", functools.partial(stacked_once, torch.stack, calls := []))
     settings = LAYERS[case]
@@ -518,7 +518,7 @@ def test_weights_that_lie_apart_are_brought_together_in_one_launch(
             assert machine.direct - before[0] == launches
             each = (
                 4 if settings.get("bias", True) else 2
-            )  # of which a launch copies six; and it fills what is waited for
+            )  # one launch copies six tensors; it also fills the buffer that programs wait on
             copied = len(weights) - 1 if launches == 1 else 2 * (each - 1)
             assert machine.copies - before[1] == launches * (1 - (-copied // 6))
 
@@ -582,7 +582,7 @@ def test_packed_sequences_have_a_plan_for_each_set_of_lengths(
             (want, *_), want_h = made(packed)
         torch.testing.assert_close(out, want, rtol=0, atol=2e-3)
         torch.testing.assert_close(h_n, want_h, rtol=0, atol=2e-3)
-        seldom = time in (0, 1, 2, 4)  # a plan is made when lengths come again
+        seldom = time in (0, 1, 2, 4)  # a plan is made when the same lengths come again
         assert machine.direct - before == (0 if seldom else layers), "a plan of other lengths served it, or none"
 
 
@@ -596,7 +596,7 @@ def test_lengths_that_come_once_are_forgotten(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_lengths_that_two_threads_see_again_at_once_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other thread takes a key between two steps of this one."""
+    """The other thread removes a key between two steps of this thread."""
 
     class Taken(dict[Any, bool]):
         def __contains__(self, _key: object) -> bool:
@@ -637,9 +637,9 @@ def test_small_and_odd_float32_products_are_the_librarys(monkeypatch: pytest.Mon
     for library, recurrent, rows, features, wanted in (
         ("ieee", "tf32", 10, 6, True),
         ("ieee", "tf32", 10**9, 6, False),
-        ("ieee", "tf32", 10**9, 7, True),  # a kernel would load an element at a time
+        ("ieee", "tf32", 10**9, 7, True),  # a kernel would load one element at a time
         ("tf32", "ieee", 10, 6, False),
-        ("tf32", "ieee", 10, 7, False),  # it would be too coarse
+        ("tf32", "ieee", 10, 7, False),  # the product would be too coarse
         ("tf32", "tf32", 10**9, 6, True),
     ):
         monkeypatch.setattr(project, "precision_of", lambda _, now=library: now)
@@ -657,7 +657,7 @@ def test_sizes_are_what_the_kernel_is_told(tap: Wiretap) -> None:
 
 
 def test_what_no_plan_does_is_asked_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan's key holds neither dropout nor bounds."""
+    """The key of a plan contains neither dropout nor bounds, so such calls must not look for one."""
     monkeypatch.setattr(plan, "known", lambda *_: pytest.fail("a plan was asked for"))
     weights, hx = weights_of(2, 1), torch.randn(2, B, H)
     x, rows = torch.randn(T, B, FEATURES), torch.randn(T * B, FEATURES)
@@ -682,12 +682,12 @@ def test_a_kernel_for_calls_alone_is_not_captured(
     assert len(tap.fired) == 1 + captured
 
 
-# PyTorch's own -------------------------------------------------------------------------------------------------------
+# Calls that PyTorch serves -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_what_pytorch_serves_is_remembered_too(monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
-    """Its own operator at once, with the tensors of the call; but not where a graph has a better one."""
+    """The plan calls PyTorch's operator with the call's tensors; but not in a graph that has a better one."""
     monkeypatch.setattr(plan, "_PLANS", {})
     monkeypatch.setattr(plan, "_TRAINED", {})
     graph = types.SimpleNamespace(captures=False)
@@ -718,7 +718,7 @@ def test_what_pytorch_serves_is_remembered_too(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_sizes_that_are_left_to_pytorch_are_these_alone(monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
-    """Of one dtype, direction, number of layers and weight; and in a CUDA graph only if it was said of one."""
+    """One dtype, direction, number of layers and weight; and in a CUDA graph only if it was left there."""
     graph = types.SimpleNamespace(captures=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: graph.captures)
     settings, x, hx = (True, 1, False, False), torch.zeros(T, B, H), torch.zeros(1, B, H)

@@ -1,4 +1,4 @@
-"""The product of a GRU's input and its weights: for both directions at once where that is the host's time."""
+"""The product of a GRU's input and weights: both directions at once where the host's time counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROWS, FEATURES, WIDTH = 5, 7, 12
 
 
 def laid(between: int) -> list[torch.Tensor]:
-    """The weights of two directions in one memory, so many elements between them."""
+    """The weights of two directions in one memory, with ``between`` elements between them."""
     memory = torch.randn(2 * WIDTH * FEATURES + between)
     second = WIDTH * FEATURES + between
     return [memory[at : at + WIDTH * FEATURES].view(WIDTH, FEATURES) for at in (0, second)]
@@ -30,8 +30,8 @@ def test_products_of_both_directions_are_one(between: int) -> None:
 def test_weights_that_are_no_rows_of_one_tensor_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, (first, second) = torch.randn(ROWS, FEATURES), laid(2)
     for weights in (
-        (second, first),  # backwards
-        (first, second.clone()),  # of two memories, whichever is the first
+        (second, first),  # in reverse order
+        (first, second.clone()),  # of two memories, whichever comes first
         (first.clone(), second),
         (second.clone(), first),
         (first, first),

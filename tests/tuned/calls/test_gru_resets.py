@@ -1,4 +1,4 @@
-"""States that are reset in mid-sequence: by kernels, by PyTorch's own over pieces, and what calls with them are refused."""
+"""States that are reset in mid-sequence: by kernels, by PyTorch over pieces of sequences; and what is refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def marked(call: GruCall, seed: int = 0) -> GruCall:
 
 
 def places(call: GruCall) -> list[list[tuple[int, ...]]]:
-    """Of each sequence the indices of its tokens, in order."""
+    """For each sequence, the indices of its tokens in order."""
     if call.batch_sizes is not None:
         starts = call.batch_sizes.cumsum(0) - call.batch_sizes
         steps = range(len(starts))
@@ -59,7 +59,7 @@ def places(call: GruCall) -> list[list[tuple[int, ...]]]:
 
 
 def oracle(call: GruCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step by step, one sequence at a time, by the definition: a mark cuts between its token and the one before."""
+    """The definition, step by step, one sequence at a time: a mark cuts between its token and the token before it."""
     each, directions = 4 if call.has_biases else 2, 2 if call.bidirectional else 1
     x, states = call.input, list(call.hx)
     for layer in range(call.num_layers):
@@ -174,7 +174,7 @@ def test_no_mark_is_no_reset_and_all_marks_are_sequences_of_one_step() -> None:
     torch.testing.assert_close(output[1:2, :, :H], eager.gru(one)[0][..., :H])
 
 
-# The kernels are the same, whether launched for all steps or for each: of the latter every other one.
+# Kernels are the same for one launch of all steps and a launch for each: of the latter half of the cases run.
 RESET = [
     (how, *form, layout)
     for how in ("persistent", "steps")
@@ -193,7 +193,7 @@ def test_kernels_reset_as_pieces_do(
     call = marked(call_of(layout, layers, directions, first=first and layout == "dense"))
     serve_by(monkeypatch, VARIANTS[how])
     for ours, theirs in zip(run.forward(call), eager.gru(call), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)  # the products of TF32
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)  # the products are in TF32
 
 
 @pytest.mark.interpreter
@@ -320,7 +320,7 @@ def test_a_gradient_with_resets_has_a_kernel_where_no_row_is() -> None:
 
 
 def test_calls_with_resets_leave_no_trace_for_calls_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What PyTorch's own serves is known by sizes, which do not tell of resets; a plan is known by the marks too."""
+    """A call that PyTorch serves is known by sizes, which do not show resets; a plan is known by the marks too."""
     monkeypatch.setattr(plan.left, "leave", lambda *_args, **_named: pytest.fail("was remembered"))
     kept: list[Any] = []
     monkeypatch.setattr(plan, "keep", lambda _, key, *_others: kept.append(key))

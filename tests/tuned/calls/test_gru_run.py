@@ -1,4 +1,4 @@
-"""tuned.calls.gru.run without a GPU: stacked weights, lengths, which launches a call becomes, and that results go where they belong."""
+"""tuned.calls.gru.run without a GPU: stacked weights, lengths, the launches of a call, and where its results go."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_state_is_taken_as_it_is_only_with_rows_that_are_aligned() -> None:
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[GruSpec], GruVariant | None]], None]:
-    """Makes every choice what a function of the spec says; None is eager."""
+    """Makes every choice the one that a function of the spec returns; None is eager."""
 
     def install(variant_of: Callable[[GruSpec], GruVariant | None]) -> None:
         def choose(spec: GruSpec, _size: GruSize, _gpu: Gpu) -> Choice:
@@ -102,7 +102,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[GruSpec], Gru
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA graph is being captured, as far as choices know."""
+    """Choices are made as while a CUDA graph is captured."""
     monkeypatch.setattr(run, "capturing", lambda _device: True)
 
 
@@ -152,7 +152,7 @@ def test_a_call_that_nothing_serves_says_why(chosen: Any, monkeypatch: pytest.Mo
 
 
 def test_packed_calls_that_take_the_host_longer_than_pytorchs_own_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture spares the host all of it, and with resets there is nothing else."""
+    """In a capture the host's time does not count, and with resets there is no other way to serve the call."""
     served = Choice("model", "", GruVariant("persistent"), us=10.0)
     monkeypatch.setattr(run, "_choose", lambda *_: served)
     monkeypatch.setattr(run, "gpu_of", lambda _device: GPU)
@@ -242,7 +242,7 @@ def decided_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("hidden", [37, 128, 540, 1024, 2048, 4096])
 def test_what_cu_seqlens_bounds_has_a_kernel_in_a_graph_whatever_its_size(hidden: int, dtype: torch.dtype) -> None:
-    """PyTorch's own would have to read the bounds on the host, which no capture allows."""
+    """PyTorch's operators would have to read the bounds on the host, which a capture does not allow."""
     made = torch.nn.GRU(8, hidden, device="meta", dtype=dtype)
     for batch in (1, 16, 100):
         x, hx = (torch.empty(*n, device="meta", dtype=dtype) for n in ((batch * 20, 8), (1, batch, hidden)))
@@ -271,7 +271,7 @@ def test_what_a_graph_leaves_to_pytorch_is_set_up_by_a_call_that_kernels_serve(
     left: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A capture is no place to initialise cuDNN, and a call that kernels serve does not."""
+    """cuDNN cannot be initialised in a capture, and a call that kernels serve does not initialise it."""
     asked: list[torch.device] = []
     monkeypatch.setattr(run, "library", types.SimpleNamespace(set_up_recurrences=asked.append))
     steps, batch, hidden = sizes
@@ -307,7 +307,7 @@ def test_layers_of_few_units_are_launched_one_by_one_where_that_takes_less() -> 
 
 @pytest.mark.usefixtures("decided_for_a_gpu")
 def test_layers_of_a_short_call_are_left_where_pytorchs_own_is_one_launch_each() -> None:
-    """They took a host 397 us, and nn.GRU 356; in a graph 77 and 101."""
+    """The kernels took a host 397 us and nn.GRU 356; in a graph they took 77 and 101."""
     for steps, layers, captured, served in (
         (60, 2, False, False),
         (60, 2, True, True),

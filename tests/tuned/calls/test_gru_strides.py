@@ -1,4 +1,4 @@
-"""Every tensor of every GRU family with any strides, first and later calls, against float64; by the interpreter."""
+"""Every tensor of every GRU family with any strides, in first and later calls, against float64; in the interpreter."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ pytestmark = [
 ]
 
 T, FEATURES, H = 2, 6, 20
-TOLERANCE = {"rtol": 0, "atol": 3e-3}  # the products of TF32
-SHORT = ("plain", "transposed", "apart", "misaligned", "odd", "batch_innermost")  # views with which calls are known
-CALLS = 3  # the first is decided, the second known, packed ones the third
+TOLERANCE = {"rtol": 0, "atol": 3e-3}  # the products are in TF32
+SHORT = ("plain", "transposed", "apart", "misaligned", "odd", "batch_innermost")  # views whose calls can be known
+CALLS = 3  # the first call is decided, the second known; packed ones are known from the third
 
 
 def assert_right(
@@ -48,9 +48,9 @@ def assert_right(
     view: Callable[[torch.Tensor], torch.Tensor],
     which: set[str],
 ) -> None:
-    """Calls give what PyTorch gives in float64, with some of the tensors in a view, each call with other numbers."""
+    """Calls give PyTorch's float64 results with some of the tensors in a view; each call has other numbers."""
     for again in range(CALLS):
-        # What a negative view must be told from: one like it, seen before, without the sign.
+        # A negative view must not be taken for one like it, without the sign, that was seen before.
         use = sliced if view is negative and again == 0 else view
         given = [use(t.roll(again, -1)) if name in which else t.roll(again, -1) for name, t in tensors.items()]
         before = [t.clone() for t in given]
@@ -98,13 +98,13 @@ def gru_tensors(batch: int, settings: dict[str, Any], hidden: int = H) -> dict[s
 def gru_function(batch: int, settings: dict[str, Any]) -> Callable[[list[torch.Tensor]], Any]:
     named = dict(settings)
     if "batch_sizes" in named:
-        named["batch_sizes"] = torch.tensor([batch, -7] * T)[::2]  # which PyTorch would read one after the other
+        named["batch_sizes"] = torch.tensor([batch, -7] * T)[::2]  # PyTorch would read the -7 in between too
     if "cu_seqlens" in named:
         named |= {"cu_seqlens": torch.arange(batch + 1, dtype=torch.int32) * T, "max_seqlen": T}
     return lambda tensors: gru(tensors[0], tensors[1], tensors[2:], **named)
 
 
-# A layer has every view with one sequence and with three; of two other forms each has every other one.
+# A layer takes every view with one sequence and with three; of two other forms, each takes every other view.
 STRIDED = [("layer", view, batch) for view in VIEWS for batch in (1, 3)] + [
     (case, view, 1) for i, case in enumerate(GRUS) for j, view in enumerate(VIEWS) if case != "layer" and (i + j) % 2
 ]
@@ -113,7 +113,7 @@ STRIDED = [("layer", view, batch) for view in VIEWS for batch in (1, 3)] + [
 def assert_every_tensor_right(
     monkeypatch: pytest.MonkeyPatch, batch: int, settings: dict[str, Any], view: str, hidden: int = H
 ) -> None:
-    """The states in a view, and all else in it: a state that is copied is never known, so calls with others may be."""
+    """First the states lie in a view, then all other tensors: a call whose state is copied is never known."""
     tensors = gru_tensors(batch, settings, hidden)
     function = gru_function(batch, settings)
 
@@ -134,7 +134,7 @@ def test_a_gru_takes_every_tensor_with_any_strides(
     monkeypatch.setattr(
         run, "_choose", lambda spec, *_: Choice("winner", "", variant if not spec.stacked or variant is POLL else None)
     )
-    if variant.strategy != "persistent":  # launched for each step, in CUDA graphs only
+    if variant.strategy != "persistent":  # this variant is launched for each step, in CUDA graphs only
         monkeypatch.setattr(run, "capturing", lambda _device: True)
     assert_every_tensor_right(monkeypatch, batch, settings, view)
     assert machine.public
@@ -197,7 +197,7 @@ def test_pytorchs_own_of_padded_tensors_takes_every_tensor_with_any_strides(
 def test_products_of_another_precision_than_the_librarys_take_any_input(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, view: str, batch: int, form: str
 ) -> None:
-    """What a float32 GRU's input gets where TF32 is allowed for recurrent networks and not for GEMMs."""
+    """A float32 GRU's input needs such a product if TF32 is allowed for recurrent networks and not for GEMMs."""
     variant = LinearCatVariant() if form == "tile" else LinearCatVariant("vector", 4, 32, 128)
     monkeypatch.setattr(run, "_choose", lambda *_: Choice("default", "", POLL))
     monkeypatch.setattr(project, "SMALL_PRODUCT", 0)
@@ -221,7 +221,7 @@ FORMS = ("library", "tile", "split", "vector")
 
 
 def cell_variant(form: str) -> GruCellVariant:
-    """One of a form, small."""
+    """A small variant of one form."""
     sizes: dict[str, dict[str, Any]] = {
         "tile": {"block_batch": 16, "block_hidden": 32, "block_k": 64},
         "split": {"block_batch": 16, "block_hidden": 32, "block_k": 64},
@@ -289,7 +289,7 @@ def test_a_linear_over_segments_takes_every_tensor_with_any_strides(
         assert machine.direct >= CALLS - 1, "the short way was not tried"
 
 
-# What is taken for granted --------------------------------------------------------------------------------------------
+# What launches rely on ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("view", [transposed, sliced, repeated])

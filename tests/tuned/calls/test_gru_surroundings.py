@@ -1,4 +1,4 @@
-"""The GRU families in what stands around a call: dispatch modes, tracers, scripts, default devices, no GPU at all."""
+"""The GRU families under what surrounds a call: dispatch modes, tracers, scripts, default devices, no GPU at all."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ def test_a_call_on_a_cpu_does_not_ask_for_a_gpu() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-# What follows operators -----------------------------------------------------------------------------------------------
+# Modes and tracers that follow operators ------------------------------------------------------------------------------
 
 
 class Listening(TorchDispatchMode):
-    """Any mode."""
+    """A dispatch mode that does nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -121,7 +121,7 @@ def test_a_known_call_is_not_launched_where_a_mode_would_miss_it(monkeypatch: py
     plans = Always(lambda *_: launched)
     monkeypatch.setattr(module, "_PLANS", plans)
     given = tensors()
-    other = given["x"].clone()  # tensors that are one are not known by the short way
+    other = given["x"].clone()  # the short way does not know a call that is given one tensor twice
     call = CALLS[family] if family != "linear_cat" else lambda t: linear_cat((t["x"], other), t["weight"])
     with torch.no_grad():
         assert [call(given) for _ in range(3)] == [launched] * 3
@@ -138,7 +138,7 @@ def test_a_traced_graph_computes_anew_for_other_inputs(call: str, kind: str) -> 
     if call in ("thd", "packed") and kind == "fake":
         pytest.skip("lengths on a CPU are values of the call, and a fake tensor has none")
     first, second = tensors(), tensors()
-    first["bounds"] = second["bounds"]  # on a CPU, constants of the graph, as those of a loop are
+    first["bounds"] = second["bounds"]  # on a CPU bounds are constants of the graph, as the bounds of a loop are
     names = [name for name in first if name not in ("weights", "deep", "bounds")]
 
     def function(*given: torch.Tensor) -> Any:
@@ -151,7 +151,7 @@ def test_a_traced_graph_computes_anew_for_other_inputs(call: str, kind: str) -> 
 
 @pytest.mark.parametrize("call", ["gru", "packed", "thd", "cell", "linear_cat"])
 def test_a_fake_gpu_gets_an_operator_that_is_counted_as_pytorchs_products(call: str) -> None:
-    """Also by a counter that was made before the operators were."""
+    """This also holds for a counter that was made before the operators were."""
     with FlopCounterMode(display=False) as theirs:
         CALLS[call](tensors())
     with FakeTensorMode(), FlopCounterMode(display=False) as ours:

@@ -1,4 +1,4 @@
-"""tuned.calls.gru.training without a GPU: gradients of every layout and place, held against autograd's of PyTorch's own."""
+"""tuned.calls.gru.training without a GPU: gradients of every layout, compared with autograd of PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = [
 
 __all__ = ["backward", "interpreted"]
 
-CHECKS = ("test_schema", "test_faketensor")  # of an operator without a gradient
+CHECKS = ("test_schema", "test_faketensor")  # for an operator without a gradient
 COUNTED = dataclasses.replace(ONE, exchange="counter")
 
 
@@ -64,7 +64,7 @@ def test_gradients_of_every_tensor_are_autograds(
 
 @pytest.mark.parametrize("layout", ["dense", "packed", "thd"])
 def test_gradients_are_right_where_their_kernel_does_not_compile(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    """The forward's compiled, or was remembered: only the gradient learns that it has no kernel."""
+    """The forward's kernel compiled, or was remembered: only the gradient meets a kernel that does not compile."""
     call, tried = call_of(layout, directions=2), []
 
     def refuse(_device: Any, launch: Launch) -> None:
@@ -115,7 +115,7 @@ def test_the_gradient_of_the_output_may_have_any_strides(monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("backward")
 @pytest.mark.parametrize("batch", [1, 3])
 def test_inputs_states_and_weights_may_have_any_strides(monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
-    """What a convolution, a transpose, a slice and an expand leave; and batches of one, whose strides mean nothing."""
+    """Views as left by a convolution, a transpose, a slice and an expand; and batches of one, of any strides."""
     call = call_of(directions=2)
     choose(monkeypatch, ONE)
 
@@ -142,7 +142,7 @@ def test_inputs_states_and_weights_may_have_any_strides(monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("backward")
 @pytest.mark.parametrize("directions", [1, 2])
 def test_rows_that_no_sequence_has_are_in_no_gradient(monkeypatch: pytest.MonkeyPatch, directions: int) -> None:
-    """A GPU's cu_seqlens are not read, so they may end early. What is not filled is NaN here."""
+    """A GPU's cu_seqlens are not read, so they may end early. Memory that is not filled holds NaN here."""
     call = call_of("thd", directions=directions)
     more = dataclasses.replace(call, input=torch.cat((call.input, torch.randn(2, call.input.shape[1]))))
     choose(monkeypatch, COUNTED)
@@ -175,7 +175,7 @@ def test_what_is_not_wanted_is_not_computed(monkeypatch: pytest.MonkeyPatch, bac
 
 @pytest.mark.usefixtures("interpreted", "backward")
 def test_a_forward_is_chosen_as_that_of_a_gradient_wherever_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch for each step may serve it where it serves no call without a gradient: all that ask must get the same."""
+    """A launch for each step may serve it although it serves no call without a gradient: all callers must agree."""
     call = call_of()
     choose(monkeypatch, ONE)
     asked: list[bool] = []
@@ -191,7 +191,7 @@ def test_a_forward_is_chosen_as_that_of_a_gradient_wherever_it_is_asked_for(monk
     training.choice_of(call)
     x = call.input.clone().requires_grad_()
     training.forward(dataclasses.replace(call, input=x))
-    assert len(asked) == 4  # two of them by why_not
+    assert len(asked) == 4  # why_not asks twice
     assert all(asked)
 
 
@@ -264,7 +264,7 @@ def test_where_no_row_says_that_kernels_are_faster_pytorchs_own_trains(monkeypat
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls on a CPU are served as those on a GPU, forward and backward by kernels."""
+    """Calls on a CPU are served as on a GPU: kernels run forward and backward."""
     for module in (run, serve):
         monkeypatch.setattr(module, "why_eager", lambda *_, **__: None)
     monkeypatch.setattr(run, "is_empty", lambda call: not call.input.numel())
@@ -375,11 +375,11 @@ def test_short_calls_and_stacks_that_cudnn_runs_side_by_side_are_left(monkeypatc
 @pytest.mark.parametrize(
     ("hidden", "layers", "steps", "kernel_us", "eager_us", "served"),
     [
-        (72, 4, 101, 100.0, 105.0, False),  # the host takes longer for kernels, the device 5 percent less
+        (72, 4, 101, 100.0, 105.0, False),  # kernels take the host longer, and the device only 5 percent less
         (72, 4, 101, 100.0, 4000.0, True),  # the device takes longer than the host
-        (72, 1, 6400, 100.0, 105.0, False),  # of rows of another size, by little
+        (72, 1, 6400, 100.0, 105.0, False),  # the row is of another size and leads by little
         (72, 1, 6400, 100.0, 130.0, True),
-        (256, 4, 101, 100.0, 105.0, True),  # PyTorch's own is a launch for each step, which takes the host longer
+        (256, 4, 101, 100.0, 105.0, True),  # PyTorch launches each step, which takes the host longer
     ],
 )
 def test_where_cudnn_is_one_launch_a_layer_the_host_takes_longer_for_kernels(
@@ -408,14 +408,14 @@ def test_where_cudnn_is_one_launch_a_layer_the_host_takes_longer_for_kernels(
     assert slower.slower(call, resets, size, choice, lambda: None) is None, "PyTorch's own has none"
 
 
-# Whether kernels take less, as measured (benchmarks/results/tuning/nvidia_h100-trainings-of-few-steps.json): steps, batch, units, dtype.
+# Whether kernels are faster, as measured (benchmarks/results/tuning/nvidia_h100-trainings-of-few-steps.json): steps, batch, units, dtype.
 FEW_STEPS = (
     (17, 75, 480, "float32", False, False),
     (27, 38, 160, "bfloat16", False, False),
     (28, 38, 160, "bfloat16", False, True),
     (31, 131, 400, "float32", False, False),
     (32, 131, 400, "float32", False, True),
-    (55, 30, 913, "bfloat16", False, False),  # padded, which takes the host longer
+    (55, 30, 913, "bfloat16", False, False),  # padding takes the host longer
     (56, 30, 913, "bfloat16", False, True),
     (7, 30, 912, "bfloat16", True, False),
     (8, 30, 912, "bfloat16", True, True),
@@ -456,7 +456,7 @@ def test_a_row_of_more_rows_says_nothing_where_cudnn_has_one_launch(
     captured: bool,
     served: bool,
 ) -> None:
-    """Up to 128 rows its time hardly rises, then it is twice that; ours rises slowly."""
+    """Up to 128 rows cuDNN's time hardly rises, then it doubles; the time of our kernels rises slowly."""
     monkeypatch.setattr(run, "capturing", lambda _device: captured)
     spec = GruSpec("float32", hidden, directions=directions)
     row = Row(spec, GruSize(rows, 64), ONE, None, 165.0, "a table", {}, eager_us=522.0)
@@ -465,7 +465,7 @@ def test_a_row_of_more_rows_says_nothing_where_cudnn_has_one_launch(
 
 
 def test_pytorchs_own_may_give_what_a_gradient_by_kernels_begins_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its output is all that a gradient needs: where it takes less forward, and kernels less backward, each has its part."""
+    """A gradient needs only the output: PyTorch may run the forward if it is faster there, and kernels the backward."""
     monkeypatch.setattr(training, "_choice", lambda _call: Choice("winner", "", ONE))
     monkeypatch.setattr(run, "why_not", lambda _call, **_: "PyTorch's own takes less")
     monkeypatch.setattr(run, "modelled_steps", lambda _call: False)
@@ -477,12 +477,12 @@ def test_pytorchs_own_may_give_what_a_gradient_by_kernels_begins_with(monkeypatc
     assert training.why_not(call) is None
     resets = torch.zeros(call.input.shape[:2], dtype=torch.bool)
     for other in (
-        call_of("dense", 2),  # which it runs side by side
+        call_of("dense", 2),  # cuDNN runs the two directions side by side
         call_of("packed"),
         call_of("cu_seqlens"),
         dataclasses.replace(call, resets=resets),
         dataclasses.replace(call, width=H + 4),
-        dataclasses.replace(call, hx=torch.zeros(1, B, 196)),  # which cuDNN has not in one launch
+        dataclasses.replace(call, hx=torch.zeros(1, B, 196)),  # cuDNN has no single launch for this
     ):
         assert "of the forward: PyTorch's own takes less" in (training.why_not(other) or "")
     for module, name, found in ((training, "why_eager", "no GPU"), (run, "capturing", False)):
@@ -553,7 +553,7 @@ def test_below_the_lowest_layer_that_trains_nothing_runs(
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every call has a plan, which computes with PyTorch's operators what a launch would; yields a word for each that ran."""
+    """Every call has a plan, of PyTorch's operators in place of a launch; yields a word for each that ran."""
     ran: list[str] = []
 
     def made(x: Any, hx: Any, weights: Any, _resets: Any) -> Any:
@@ -578,7 +578,7 @@ def test_a_known_call_has_the_gradients_of_a_new_one(
 ) -> None:
     choose(monkeypatch, ONE)
     x, hx, weights = small()
-    for _ in range(3):  # the second and the third are known by the short way
+    for _ in range(3):  # the short way knows the second and the third
         out, h_n = gru(x, hx, weights, recompute=recompute)
     found = torch.autograd.grad(out.square().sum() + h_n.sum(), weights)
     assert planned == ["planned"] * 3
@@ -610,7 +610,7 @@ def test_what_needs_no_gradient_or_is_captured_or_listened_to_takes_no_plan_of_t
 
 @pytest.mark.parametrize("width", [None, H + 3])
 def test_what_a_graph_may_leave_to_pytorch_is_set_up(monkeypatch: pytest.MonkeyPatch, width: int | None) -> None:
-    """A capture is no place to initialise cuDNN, in this thread or in that of gradients."""
+    """cuDNN must be initialised before a capture, in this thread and in the thread of gradients."""
     asked: list[Any] = []
     fake = types.SimpleNamespace(set_up_recurrences=lambda device, **settings: asked.append((device.type, settings)))
     monkeypatch.setattr(training, "library", fake)

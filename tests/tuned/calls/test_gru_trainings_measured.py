@@ -1,4 +1,4 @@
-"""Which trainings kernels serve, held against what an H100 took for them (docs/decisions/0082)."""
+"""Which trainings kernels serve, compared with the times that an H100 took (docs/decisions/0082)."""
 
 from __future__ import annotations
 

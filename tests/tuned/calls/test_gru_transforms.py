@@ -1,4 +1,4 @@
-"""GRUs under transforms of torch.func, compiled or not, torch.export and torch.fx: what torch.nn's modules do there."""
+"""GRUs under transforms of torch.func, compiled or not, torch.export and torch.fx: as torch.nn's modules do."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def vmap(call: Any, x: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@pytest.mark.filterwarnings("ignore")  # PyTorch's, of its vmap of torch.gru_cell and of Dynamo's own look at .grad
+@pytest.mark.filterwarnings("ignore")  # warnings of PyTorch's vmap of torch.gru_cell, and of Dynamo's look at .grad
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("transform", [jvp, grad, vmap])
 def test_a_transform_is_compiled_as_it_runs(transform: Any, name: str) -> None:
-    """Our operators have no rule for it: of a tangent they would give 0."""
+    """Our operators have no rule for transforms: the derivative in a tangent would come out as 0."""
     if (transform, name) == (vmap, "gru"):
         pytest.skip("PyTorch has no vmap of torch.gru")
     call, x = CALLS[name]
@@ -73,7 +73,7 @@ def test_a_transform_is_compiled_as_it_runs(transform: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", READ)
 def test_what_is_read_on_a_cpu_has_transforms(name: str) -> None:
-    """Transforms follow no torch.gru of packed sequences, which PyTorch's own take these for elsewhere."""
+    """Transforms do not follow torch.gru of packed sequences, which serves these calls everywhere else."""
     call, x = READ[name]
     leaf = x.clone().requires_grad_()
     (wanted,) = torch.autograd.grad(call(leaf).square().sum(), leaf)
@@ -138,7 +138,7 @@ def test_a_traced_pack_may_have_another_number_of_sequences() -> None:
 
 
 class Both(torch.nn.Module):
-    """A sequence, with a state, and a step."""
+    """A module of a sequence with a state, and of a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def test_fx_takes_a_module_as_one_call_as_those_of_torch_nn(*, marked: bool) -> 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 @pytest.mark.parametrize("name", ["resets", "cu_seqlens"])
 def test_what_make_fx_traces_reads_lengths_and_resets_anew(name: str, mode: str) -> None:
-    """PyTorch's own operators need their values: a graph kept those of the call that was traced."""
+    """PyTorch's operators need the values: a graph used to keep those of the call that was traced."""
     weights = [p.detach() for p in GRU.parameters()]
 
     def run(x: torch.Tensor, given: torch.Tensor, weights: Any) -> torch.Tensor:

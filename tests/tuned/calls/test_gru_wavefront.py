@@ -1,4 +1,4 @@
-"""tuned.calls.gru.wavefront without a GPU: gradients of a stack whose layers run at once, held against autograd's."""
+"""tuned.calls.gru.wavefront without a GPU: gradients of a stack whose layers run at once, compared with autograd's."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def found_by(monkeypatch: pytest.MonkeyPatch, call: GruCall, wave: Wave, wanted:
     [
         (2, 2, 6, 3, ONE),
         (3, 3, 7, 2, ONE),  # the last chunk is shorter
-        (3, 2, 5, 2, ONE),  # two groups, the lower of one layer
+        (3, 2, 5, 2, ONE),  # two groups; the lower has one layer
         (4, 4, 3, 1, ONE),  # more layers than chunks
         (5, 3, 9, 4, TURNS),
         (3, 3, 4, 4, ONE),  # one chunk
@@ -178,7 +178,7 @@ def test_a_gradient_with_negative_strides_bits_and_gaps_is_read_as_it_is(monkeyp
 def plan_of(
     spec: GruSpec, batch: int, seq: int, layers: int, *, captured: bool = True, capability: int = 90, **knobs: Any
 ) -> Wave | None:
-    """The wave of a stack on 132 multiprocessors, of which a step of a layer takes 2 us."""
+    """The wave of a stack on 132 multiprocessors, if a step of a layer takes 2 us."""
     tile = dataclasses.replace(ONE, exchange="spin", num_warps=4, **knobs)
     return wavefront.planned(spec, GruSize(batch, seq), layers, tile, 2.0, capability, 132, captured=captured)
 
@@ -222,7 +222,7 @@ def test_chunks_are_shorter_where_the_host_does_not_count() -> None:
         (GruSpec("bfloat16", 256, layout="thd"), 512, 2),
         (GruSpec("bfloat16", 256, resets=True), 512, 2),
         (GruSpec("bfloat16", 250), 512, 2),  # rows of no multiple of 16 bytes
-        (GruSpec("bfloat16", 256), 4, 2),  # too short to be worth it
+        (GruSpec("bfloat16", 256), 4, 2),  # too short to pay
     ],
 )
 def test_other_stacks_go_layer_by_layer(spec: GruSpec, seq: int, layers: int) -> None:

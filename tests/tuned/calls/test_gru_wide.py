@@ -1,4 +1,4 @@
-"""GRUs whose rows are no multiple of 16 bytes: the same results by wider kernels, and when those serve."""
+"""GRUs whose rows are no multiple of 16 bytes: wider kernels give the same results, and when those kernels serve."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.interpreter,
-    pytest.mark.filterwarnings("ignore:RNN module weights"),  # what torch.nn.GRU says of weights of its own
+    pytest.mark.filterwarnings("ignore:RNN module weights"),  # torch.nn.GRU warns of weights that it did not lay out
 ]
 
 __all__ = ["backward", "interpreted", "machine"]
@@ -61,7 +61,7 @@ def test_a_width_has_rows_of_a_multiple_of_16_bytes(hidden: int, item: int, widt
 
 
 def assert_gradients_too(call: GruCall, found: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Contiguous results of a call in float64 are PyTorch's own, and so are their gradients."""
+    """Results of a float64 call are contiguous and equal PyTorch's, and so do their gradients."""
     wanted = eager.gru(call)
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours.shape, ours.is_contiguous()) == (theirs.shape, True)
@@ -119,14 +119,14 @@ def test_pytorchs_own_of_padded_tensors_makes_no_nan_of_an_input_that_is_infinit
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2)], ids=str)
 def test_padded_weights_lie_as_cudnn_has_them(shape: tuple[int, int], *, bias: bool) -> None:
-    """It copies others, and PyTorch warns of it."""
+    """cuDNN copies weights that lie otherwise, and PyTorch warns of it."""
     weights = flat(widened(to_be_widened(narrow("dense", *shape, bias=bias)), alike=True)).weights
     theirs = [weight.clone() for weight in weights]
     laid_by_cudnn(theirs, narrow("dense", *shape, bias=bias))
     places = [[t.data_ptr() - some[0].data_ptr() for t in some] for some in (weights, theirs)]
     assert places[0] == places[1]
     assert all(torch.equal(one, other) for one, other in zip(weights, theirs, strict=True))
-    biases = 0 if bias else 6 * WIDE * shape[0] * shape[1]  # which cuDNN reads all the same
+    biases = 0 if bias else 6 * WIDE * shape[0] * shape[1]  # cuDNN reads room for biases even if there are none
     assert weights[0].untyped_storage().nbytes() == 4 * (sum(weight.numel() for weight in weights) + biases)
 
 
@@ -244,7 +244,7 @@ def test_a_known_call_is_widened_again_with_its_own_tensors(
     settings = {"num_layers": layers, "bidirectional": directions == 2, "batch_first": first}
     made = torch.nn.GRU(FEATURES, NARROW, **settings)
     launches = 1 if directions == 1 and not marked else layers
-    for time in range(4):  # decided, known by its properties, known at once
+    for time in range(4):  # decided in full, known by its properties, known at once
         x = torch.randn((B, T, FEATURES) if first else (T, B, FEATURES))
         x[0, 0, 0] = torch.inf
         hx = torch.rand(layers * directions, B, NARROW)
@@ -269,7 +269,7 @@ def _as_call(x: torch.Tensor, hx: torch.Tensor, made: torch.nn.GRU, settings: di
 def test_a_gru_that_is_as_wide_gets_no_plan_of_a_widened_one(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, backward: list[Launch]
 ) -> None:
-    """Both have the same kernels and properties; the units that were added to one are its own in the other."""
+    """Both GRUs have the same kernels and properties; the units that pad the one are real units of the other."""
     poll = GruVariant("persistent", block_hidden=8, block_batch=8, exchange="poll")
     choose(monkeypatch, ONE)
     monkeypatch.setattr(run, "_parts", lambda call, **_: [(*run.spec_of(call, 1), Choice("winner", "", poll))])
@@ -325,7 +325,7 @@ def test_a_wide_input_is_widened_where_its_product_takes_longer_than_copies(monk
     assert width(256, 2000) is None, "its rows are multiples of 16 bytes"
 
 
-# Of a step nn.GRU took 85 us where 17 do, and 74 where 25 do.
+# nn.GRU took 85 us a step where padded rows take 17, and 74 where they take 25.
 SLOW: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
     "bfloat16": ("bfloat16", 42, 128, 1461, {"bidirectional": True}),
     "float32": ("float32", 131, 326, 994, {}),
@@ -371,10 +371,10 @@ def trained(
 @pytest.mark.parametrize(
     ("dtype", "sizes", "called", "captured"),
     [
-        ("float32", (33, 138, 1714), True, True),  # a step took 257 us on an H100, and of 1742 units 120 so
+        ("float32", (33, 138, 1714), True, True),  # a step took 257 us on an H100, and 120 with 1742 units
         ("float32", (282, 90, 1057), True, True),
-        ("float32", (282, 20, 1457), False, True),  # a slow host takes as long for either
-        ("float32", (6, 138, 1714), False, True),  # of few steps, what is decided anew for each call takes long
+        ("float32", (282, 20, 1457), False, True),  # a slow host takes as long for both
+        ("float32", (6, 138, 1714), False, True),  # with so few steps, deciding anew for each call takes too long
         ("float32", (33, 138, 1716), False, False),  # rows of a multiple of 16 bytes
         ("float32", (3, 12, 411), False, False),  # so few steps that copies take longer
     ],
@@ -429,7 +429,7 @@ def test_pytorchs_own_of_a_gradient_stays_as_it_is_where_padding_saves_nothing(m
             1511,
             False,
             True,
-        ),  # 29 us a step, which nn.GRU is thought to take, are less than what ours take a slow host
+        ),  # nn.GRU is thought to take 29 us a step, less than a slow host takes for our steps
         (244, 813, False, False),
         (244, 813, False, True),
     ],
@@ -451,7 +451,7 @@ def test_a_launch_for_each_step_of_padded_rows_serves_where_that_takes_less(
 def padded(
     shape: tuple[int, int, int], layers: int = 1, dtype: torch.dtype = torch.bfloat16, *, captured: bool = False
 ) -> Any:
-    """The call of a GRU of (steps, rows, units) as ``run.wide`` gives it."""
+    """The call of a GRU of (steps, rows, units), as ``run.wide`` returns it."""
     steps, rows, hidden = shape
     made = torch.nn.GRU(hidden, hidden, layers, dtype=dtype, device="meta")
     x, hx = (torch.empty(n, rows, hidden, dtype=dtype, device="meta") for n in (steps, layers))
@@ -459,7 +459,7 @@ def padded(
 
 
 def test_a_host_that_is_slow_takes_as_long_for_padded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 80 rows of 1404 units nn.GRU is thought to take 22 us a step, ours 9, and a slow host 37 for them: one launch takes 17."""
+    """80 rows of 1404 units: the model gives nn.GRU 22 us a step, ours 9; a slow host takes 37; one launch 17."""
     monkeypatch.setattr(run, "gpu_of", lambda _device: H200)
     for captured, strategy in ((False, "persistent"), (True, "library")):
         call = padded((70, 80, 1404), captured=captured)
@@ -479,7 +479,7 @@ def test_a_host_that_is_slow_takes_as_long_for_padded_steps(monkeypatch: pytest.
 def test_a_kernel_in_one_launch_serves_a_padded_call_whose_steps_take_the_host_as_long_as_before(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], layers: int, dtype: torch.dtype
 ) -> None:
-    """108 such calls were measured: each was faster, twice as fast in the mean."""
+    """108 such calls were measured: each was faster, on average twice as fast."""
     monkeypatch.setattr(run, "gpu_of", lambda _device: H200)
     call = padded(shape, layers, dtype)
     assert call.width == width_of(shape[2], dtype.itemsize)
@@ -490,7 +490,7 @@ def test_a_kernel_in_one_launch_serves_a_padded_call_whose_steps_take_the_host_a
 
 
 def test_what_padded_calls_are_served_by_is_nothing_for_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 78 such trainings 55 were slower than nn.GRU."""
+    """Of 78 measured trainings of this kind, 55 were slower than nn.GRU."""
     monkeypatch.setattr(run, "gpu_of", lambda _device: H200)
     call = padded((237, 179, 918))
     ours, trained = (run._parts(call, trained=trained)[0][2].variant for trained in (False, True))
@@ -499,7 +499,7 @@ def test_what_padded_calls_are_served_by_is_nothing_for_a_gradient(monkeypatch: 
 
 
 def test_pytorchs_own_of_padded_rows_stays_where_a_kernel_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel is thought to take 16 us a step of a layer, PyTorch's own 10, or 17 as long as a usual host."""
+    """The model gives a kernel 16 us a step of a layer, PyTorch's operator 10, or 17 as long as a usual host."""
     monkeypatch.setattr(run, "gpu_of", lambda _device: H200)
     call = padded((24, 85, 1173), 3)
     assert call.width == 1176
@@ -520,7 +520,7 @@ def test_pytorchs_own_is_padded_where_a_kernel_is_there_that_does_not_win(monkey
 def test_what_a_row_of_another_size_took_is_not_what_a_call_replaces(
     monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    """It was taken for the time of the whole call, however long: of 1000 steps no kernel seemed to win, of 20 any."""
+    """The row's time stood for the whole call, however long: at 1000 steps no kernel seemed to win, at 20 any did."""
     monkeypatch.setattr(run, "gpu_of", lambda _device: H200)
     call = padded((steps, 12, 1231), dtype=torch.float32)
     ((_, _, narrow),) = run._parts(call.as_given)
@@ -532,7 +532,7 @@ def test_what_a_row_of_another_size_took_is_not_what_a_call_replaces(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_a_padded_call_replaces_takes_at_least_what_it_is_thought_to(dtype: str) -> None:
-    """Of the random GRUs whose rows are no multiple of 16 bytes, and whose time is thought to be more than the model's: nine in ten."""
+    """Nine in ten of the random GRUs whose rows are no multiple of 16 bytes took at least that time."""
     found = []
     for path in sorted(RESULTS.glob("random/nvidia_h*.json")):
         for row in json.loads(path.read_text())["rows"]:
@@ -549,7 +549,7 @@ def test_what_a_padded_call_replaces_takes_at_least_what_it_is_thought_to(dtype:
 
 
 def test_padding_spares_a_call_of_pytorchs_own_nothing_that_the_host_takes() -> None:
-    """In a graph three layers of 1543 units take 15 us a step of a layer and direction, and 6 with 1544; a slow host 24 or more."""
+    """3 layers of 1543 units take 15 us a step of a layer and direction in a graph, of 1544 6; a slow host 24 or more."""
     spec, size = GruSpec("bfloat16", 1543, directions=2), GruSize(35, 57)
     assert run.pays_pytorch(spec, size, 3, captured=True)
     assert not run.pays_pytorch(spec, size, 3, captured=False)
@@ -666,7 +666,7 @@ def test_an_input_alone_is_widened(monkeypatch: pytest.MonkeyPatch, interpreted:
 
 
 def test_a_graph_spares_pytorchs_own_the_host() -> None:
-    """A call of 16 rows of 512 units takes it 8 us a step at least, and the device 6."""
+    """A call of 16 rows of 512 units takes the host at least 8 us a step, and the device 6."""
     spec, size = GruSpec("bfloat16", 512), GruSize(16, 1000)
     called, captured = (run.library_us_of(spec, size, 3, captured=captured) for captured in (False, True))
     assert called == 3 * 8 * 1000
@@ -753,7 +753,7 @@ def test_a_gradient_is_widened_where_its_products_then_take_less(
 def test_a_gradient_is_widened_where_its_recurrence_then_takes_less(
     monkeypatch: pytest.MonkeyPatch, narrow_us: float, *, captured: bool, width: int | None
 ) -> None:
-    """The forward of kernels takes 100 us with padded rows. Padding takes about 200 us as a call, and 300 more to decide for it."""
+    """A padded forward of kernels takes 100 us. In a call, padding takes about 200 us, and to decide for it 300 more."""
     monkeypatch.setattr(training, "why_not", lambda _call: None)
     monkeypatch.setattr(run, "capturing", lambda _device: captured)
     monkeypatch.setattr(run, "kernels_us", lambda call, **_: narrow_us if call.width is None else 100.0)

@@ -33,7 +33,7 @@ ROWS, WIDTHS, OUTPUTS = (2, 3), (16, 8, 5), 24
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """CPU tensors take the way of GPU tensors while a CUDA graph is captured; the kernels that were launched."""
+    """CPU tensors take the path of GPU tensors in a CUDA graph's capture; yields the kernels that were launched."""
     made: list[Any] = []
     public = linear.run_publicly
 
@@ -102,10 +102,10 @@ def test_gradients_are_pytorchs_and_nothing_is_concatenated(
 
 
 def test_a_result_may_be_overwritten(launched: list[Any]) -> None:
-    """A view that is made inside of an autograd node may not."""
+    """A view that was made inside an autograd node may not be overwritten, so the result must be no such view."""
     arguments = given()
     leaves, outs = leaves_of(*arguments), []
-    for _ in range(2):  # launched, and known
+    for _ in range(2):  # launched, then known
         out = linear_cat(*arguments)
         assert not out._is_view()
         outs.append(torch.autograd.grad(out.relu_().sum(), leaves))

@@ -1,4 +1,4 @@
-"""Angles that need a gradient: by the interpreter's kernel against autograd, in place, traced; what is kept, and what is eager."""
+"""Angles that need a gradient: the interpreted kernel against autograd, in place, traced; what is kept; what is eager."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def table(entries: int = R // 2) -> torch.Tensor:
 
 
 def sources() -> dict[str, Callable[[], dict[str, torch.Tensor]]]:
-    """The ways that angles are given."""
+    """The ways to give angles."""
     return {
         "freqs": lambda: {"freqs": table()},
         "wide freqs": lambda: {"freqs": table(R)[:, None, None]},
@@ -67,7 +67,7 @@ CASES: list[tuple[str, tuple[int, ...], tuple[int, ...] | None, dict[str, Any], 
 
 
 def drawn(case: int) -> tuple[Given, Settings, list[torch.Tensor]]:
-    """A call, and its tensors that need a gradient: in every third case the angles alone."""
+    """A call, and its tensors that need a gradient: in each third case only the angles."""
     source, shape, key_shape, settings, others = CASES[case]
     named = {name: t.requires_grad_() for name, t in sources()[source]().items()}
     x, key = torch.randn(shape), None if key_shape is None else torch.randn(key_shape)
@@ -80,7 +80,7 @@ def drawn(case: int) -> tuple[Given, Settings, list[torch.Tensor]]:
 def gradients(
     given: Given, settings: Settings, leaves: list[torch.Tensor], run: Any, *, twice: bool = False
 ) -> list[Any]:
-    """The results, the gradients, and those of the gradients."""
+    """The results, their gradients, and the gradients of those gradients."""
     given = given._replace(x=given.x * 1, key=None if given.key is None else given.key * 1)
     out = run(given, settings)
     outs = out if isinstance(out, tuple) else (out,)
@@ -107,7 +107,7 @@ def test_the_kernels_gradients_are_autograds(case: int, watch: Watch, monkeypatc
     watch.interpreted = True
     given, settings, leaves = drawn(case)
     wanted = gradients(given, settings, leaves, rope_call.run_eager)
-    for _ in range(2):  # as a new call, and as a known one
+    for _ in range(2):  # first a new call, then a known one
         found = gradients(given, settings, leaves, rope_call.call_given)
         for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -134,7 +134,7 @@ def test_gradients_of_gradients_are_autograds(case: int) -> None:
 
 
 def node(given: Given, settings: Settings) -> Any:
-    """The call as the autograd node that a GPU's call has, whose forward is PyTorch's."""
+    """The call as the autograd node that a call on a GPU has; its forward is PyTorch's."""
     origins = Sources.of(given)
 
     def forward(*arguments: Any) -> Any:
@@ -177,7 +177,7 @@ def test_a_result_that_nothing_depends_on_has_no_part(left: int, watch: Watch) -
 
 
 EMPTY = torch.zeros(0, dtype=torch.int64)
-NONE = torch.zeros(2, dtype=torch.int32)  # bounds of one sequence without a token
+NONE = torch.zeros(2, dtype=torch.int32)  # bounds of one sequence without tokens
 WITHOUT_A_ROW: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "bounds": ((0, 3, D), {"cu_seqlens": NONE, "tensor_format": "thd"}),
     "positions of packed": ((0, 3, D), {"positions": EMPTY, "tensor_format": "thd"}),
@@ -191,7 +191,7 @@ WITHOUT_A_ROW: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize("source", ["freqs", "cos", "cos_sin_cache"])
 @pytest.mark.parametrize("kind", WITHOUT_A_ROW)
 def test_a_table_without_a_row_has_a_gradient_without_a_row(kind: str, source: str) -> None:
-    """A rank may have no token: what trains there goes on."""
+    """A rank may have no token, and its training must go on."""
     shape, named = WITHOUT_A_ROW[kind]
     entries = D if source == "cos_sin_cache" else D // 2
     table = torch.zeros(0, entries, requires_grad=True)
@@ -208,7 +208,7 @@ def test_a_table_without_a_row_has_a_gradient_without_a_row(kind: str, source: s
 def test_of_a_query_and_a_key_an_empty_one_needs_the_gradient_of_the_table_too(
     watch: Watch, empty: int, inplace: bool
 ) -> None:
-    """By kernels, as by operators."""
+    """Kernels give this gradient as operators do."""
     table = torch.randn(6, D // 2, requires_grad=True)
     given = [torch.randn(2, 6, 0 if index == empty else 3, D) for index in range(2)]
     before = given[1 - empty].clone()
@@ -227,12 +227,12 @@ def test_of_a_query_and_a_key_an_empty_one_needs_the_gradient_of_the_table_too(
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_the_formula_of_operators_is_that_of_finite_differences(case: int) -> None:
-    """Which inside of an operator, where there is no autograd, stands in for the kernel on a CPU."""
+    """On a CPU this formula stands in for the kernel inside an operator, where there is no autograd."""
     given, settings, _ = drawn(case)
     named = settings._replace(inplace=False)._asdict()
     named.pop("inplace")
     rest = tuple(named.values())[:-4]
-    # Radians are float32, of which finite differences know too few digits: of these, as sums of other tests.
+    # Radians are float32, too coarse for finite differences: compare these with autograd of the eager formula.
     wide = {n: t.detach() for n, t in given._asdict().items() if isinstance(t, torch.Tensor) and t.is_floating_point()}
     wide |= {} if given.freqs_cis is None else {"freqs_cis": given.freqs_cis.detach()}
     radians = [n for n in ("freqs", "inv_freq") if n in wide]

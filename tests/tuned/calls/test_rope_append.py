@@ -1,4 +1,4 @@
-"""A rotation whose key and value go to a cache: by PyTorch's operators and by kernels, held against a loop over rows."""
+"""A rotation that writes key and value to a cache: by PyTorch's operators and by kernels, against a loop over rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = [
 
 
 def assert_right(made: Made, way: str, times: int = 1, **changes: Any) -> None:
-    """The call leaves what a loop over its rows leaves, and all other memory as it is."""
+    """The call leaves the tensors as a loop over rows leaves them, and does not change other memory."""
     wanted = by_hand(made, **changes)
     before = [t.clone() for t in made.storages]
     if way == "eager":
@@ -57,7 +57,7 @@ def assert_right(made: Made, way: str, times: int = 1, **changes: Any) -> None:
             torch.testing.assert_close(found.double(), want, rtol=unit, atol=4e-6, msg=lambda m, n=name: f"{n}: {m}")
     written = {made.tensors[n].data_ptr() for n in wanted}
     assert len(written) == len(wanted)
-    for name in wanted:  # all but what the call may write is as it was
+    for name in wanted:  # the call changes nothing but what it may write
         t = made.tensors[name]
         home = next(
             i for i, s in enumerate(made.storages) if s.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()
@@ -120,7 +120,7 @@ def test_float8_is_divided_by_a_scale_and_saturated(heads: int, way: str) -> Non
 
 
 def test_both_ways_store_the_same_float8_numbers() -> None:
-    """But for numbers in the middle of two, which the roundings of float32 before may move."""
+    """Except numbers in the middle between two float8 numbers, which earlier float32 roundings may move either way."""
     found = []
     for way in WAYS:
         made = make(heads=1, key_heads=8, dim=64, rotary=64, cache=FLOAT8)
@@ -137,7 +137,7 @@ def test_both_ways_store_the_same_float8_numbers() -> None:
 
 
 def test_the_rotated_key_is_rounded_once() -> None:
-    """Straight to float8: rounded to bfloat16 before, some numbers would fall on the middle of two."""
+    """It goes straight to float8: rounded to bfloat16 first, some numbers would fall on the middle of two."""
     for way in WAYS:
         made = make(heads=1, key_heads=16, dim=64, rotary=64, dtype=torch.bfloat16, cache=FLOAT8)
         named = {"key_scale": torch.tensor(1.0), "value_scale": torch.tensor(1.0)}
@@ -156,7 +156,7 @@ def test_the_rotated_key_is_rounded_once() -> None:
 
 
 def test_all_angles_and_positions_are_those_of_a_rotation() -> None:
-    """q, and a cache whose pages hold the tokens in order, as rope_qk gives them."""
+    """rope_append_ of q, and of a cache whose pages hold the tokens in order, gives what rope_qk gives."""
     tokens = torch.arange(7)
     table = torch.rand(12, 4)
     bounds = torch.tensor([0, 3, 7], dtype=torch.int32)
@@ -233,7 +233,7 @@ def test_autograd_knows_what_was_overwritten() -> None:
     for way in WAYS:
         made = make()
         with interpreted() if way == "kernel" else contextlib.nullcontext():
-            for time in range(2):  # a plan that is made, and one that is known
+            for time in range(2):  # first the plan is made, then it is used
                 versions = {n: t._version for n, t in made.tensors.items()}
                 made.call()
                 changed = {n for n, t in made.tensors.items() if t._version != versions[n]}
@@ -301,7 +301,7 @@ def test_tensors_without_memory_are_taken() -> None:
     assert out.is_meta
 
 
-# What it tells --------------------------------------------------------------------------------------------------------------
+# What explain tells ---------------------------------------------------------------------------------------------------------
 
 
 def test_explain_tells_which_kernel_or_why_none() -> None:
@@ -321,7 +321,7 @@ def test_explain_tells_which_kernel_or_why_none() -> None:
 
 
 def test_what_a_known_call_may_not_do_is_refused_too() -> None:
-    """Tensors like those of a known call that overlap each other are seen."""
+    """A known call checks its tensors for overlap too."""
     made = make(lies="packed")
     big = torch.randn(4, 7, 8, 8)
     named = {**made.tensors, **made.named}
@@ -348,7 +348,7 @@ def test_a_sequence_that_is_longer_than_the_table_is_refused_before_a_write() ->
         assert not caches.any()
     named = {"cu_seqlens": torch.tensor([0, 4, 8], dtype=torch.int32), "cos": cos, "sin": cos}
     rope_append_(q, k, v, *caches, torch.arange(8), **named)
-    named["cu_seqlens"] = torch.tensor([0, 3, 8], dtype=torch.int32)  # as known
+    named["cu_seqlens"] = torch.tensor([0, 3, 8], dtype=torch.int32)  # as in a known call
     kept = q.clone(), caches.clone()
     with pytest.raises(ValueError, match="a sequence of 5, cu_seqlens 3 to 8"):
         rope_append_(q, k, v, *caches, torch.arange(8), **named)
@@ -358,7 +358,7 @@ def test_a_sequence_that_is_longer_than_the_table_is_refused_before_a_write() ->
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_short_way_is_for_calls_like_those_before_alone(scaled: bool) -> None:
-    """What a call of the same sizes has besides: everything that one C function is to compare."""
+    """Each of these differs from a call of the same sizes in one thing that the single C function must compare."""
     made = make(heads=4, key_heads=4, dim=16, rotary=16, cache=FLOAT8 if scaled else None)
     named = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in {**made.tensors, **made.named}.items()}
     named["cos_sin_cache"] = torch.cat((named.pop("cos"), named.pop("sin")), -1)
@@ -394,7 +394,7 @@ def test_the_short_way_is_for_calls_like_those_before_alone(scaled: bool) -> Non
         assert [type(kept) is tuple for kept in plans.values()] == [False, True]
         assert (seen.public, seen.direct) == (1, 2)
         for name, other in others.items():
-            for _ in range(3):  # publicly, directly, the short way
+            for _ in range(3):  # a public launch, a direct launch, the short way
                 found = {
                     n: t.clone() if isinstance(t, torch.Tensor) and n in (*caches, "q") else t for n, t in named.items()
                 }
@@ -445,7 +445,7 @@ def test_the_short_way_keeps_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_call_finds_its_angles_as_a_rotation_does() -> None:
-    """The lines are written out in both, for speed."""
+    """Both write the same lines out, for speed."""
     found = []
     for module in (append, tuned.calls.rope.call):
         text = inspect.getsource(module)

@@ -1,4 +1,4 @@
-"""What RoPE refuses: each rule by its message, with nothing written; and what it does not refuse."""
+"""What RoPE refuses: each rule with its message, before anything is written; and what RoPE does not refuse."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ def test_what_is_not_refused() -> None:
         {"tensor_format": "thd", "cu_seqlens": BOUNDS, "offset": torch.tensor([10, 0])},
         {"tensor_format": "thd", "cu_seqlens": BOUNDS, "offset": 8},
         {"tensor_format": "thd", "cu_seqlens": BOUNDS, "inv_freq": TABLE[0], "offset": 11},
-        {"tensor_format": "thd", "cu_seqlens": BOUNDS[:1].repeat(3), "offset": 12},  # sequences of nothing
+        {"tensor_format": "thd", "cu_seqlens": BOUNDS[:1].repeat(3), "offset": 12},  # empty sequences
         {"inv_freq": TABLE[0], "offset": MAX_TOKENS - S},
         {"inv_freq": TABLE[0], "offset": -MAX_TOKENS},
         {"inv_freq": TABLE[0], "offset": torch.tensor(-5)},
@@ -414,7 +414,7 @@ def test_a_packed_qkv_whose_parts_lie_apart_is_refused_in_place() -> None:
     assert bool((qkv == 1).all())
     rope_qkv(
         torch.ones(B, S, 1, 3, D).transpose(2, 3), cos=TABLE, sin=TABLE, inplace=True
-    )  # of one head each they always do
+    )  # parts of one head always lie so
 
 
 def test_a_packed_qkv_whose_parts_lie_apart_is_served_out_of_place() -> None:
@@ -489,7 +489,7 @@ def test_an_expanded_tensor_is_not_overwritten() -> None:
 
 @pytest.mark.parametrize("strides", [(0, 0, 0, 1), (0, D, H * D, 1)])
 def test_an_empty_tensor_is_overwritten_whatever_its_strides(strides: tuple[int, ...]) -> None:
-    """Elementwise results of empty tensors that were transposed have strides of 0."""
+    """Elementwise results of transposed empty tensors have strides of 0."""
     q, k = torch.ones(B, 0, H, D).as_strided((B, 0, H, D), strides), torch.ones(B, 0, K, D)
     assert rope(q, cos=TABLE, sin=TABLE, inplace=True) is q
     assert rope_qk(q, k, cos=TABLE, sin=TABLE, inplace=True) == (q, k)
@@ -537,7 +537,7 @@ def test_a_tensor_is_overwritten_exactly_where_no_element_shares_memory_with_ano
 
 
 def test_of_many_elements_no_two_are_compared() -> None:
-    x = torch.empty_strided((64, 4096, 2, 128), (2**30, 2, 4097, 2**14), device=META)  # heads in turn
+    x = torch.empty_strided((64, 4096, 2, 128), (2**30, 2, 4097, 2**14), device=META)  # interleaved heads
     check_strides("x", x)
     with pytest.raises(ValueError, match="share memory"):
         check_strides("x", x.as_strided(x.shape, (2**30, 2, 4096, 2**14)))
@@ -586,7 +586,7 @@ def test_a_query_and_a_key_of_one_tensor_are_overwritten_where_they_share_nothin
     "name", [n for n, (*_, overlap) in shared().items() if not overlap and n != "every-other-head"]
 )
 def test_views_as_models_make_them_are_told_apart_by_their_strides(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Their addresses one by one would take eight bytes an element of the whole tensor.
+    # Their addresses, listed one by one, would take eight bytes an element of the whole tensor.
     def enumerated(*_: Any) -> None:
         raise AssertionError("the addresses were looked at one by one")
 
@@ -596,19 +596,19 @@ def test_views_as_models_make_them_are_told_apart_by_their_strides(name: str, mo
 
 
 def share(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether an element belongs to both."""
+    """Whether the two share an element."""
     return not set(addresses(q).ravel().tolist()).isdisjoint(addresses(k).ravel().tolist())
 
 
 def test_no_two_tensors_that_share_an_element_are_both_overwritten() -> None:
-    # Views of any strides: refused exactly where an address is in both.
+    # Views of any strides are refused exactly if an address is in both.
     draw, memory = random.Random(0), torch.zeros(4000)
     found = dict.fromkeys(itertools.product((False, True), (False, True)), 0)
     for _ in range(4000):
         tokens = draw.choice(((1, 3), (2, 2), (2, 3), (3, 1)))
         shapes = [(*tokens, draw.choice((1, 2, 3)), 2) for _ in range(2)]
         strides = [draw.choice((1, 2, 3, 4, 6, 8, 10, 12, 20, 24, 40, 45, 60)) for _ in range(4)]
-        if draw.random() < 0.5:  # as of a real tensor, in any order of its axes
+        if draw.random() < 0.5:  # strides of a real tensor, its axes in any order
             order, step = draw.sample(range(4), 4), draw.choice((1, 2))
             for axis in order:
                 strides[axis], step = step, step * (draw.choice((2, 3, 6)) if axis > 1 else tokens[axis])
@@ -623,7 +623,7 @@ def test_no_two_tensors_that_share_an_element_are_both_overwritten() -> None:
         try:
             refuse_overlap(q, k)
         except ValueError as error:
-            assert "share memory, and both" in str(error)  # noqa: PT017 - all others are a fault
+            assert "share memory, and both" in str(error)  # noqa: PT017 - any other error is a fault
             refused = True
         assert refused == overlap, (q.shape, q.stride(), q.storage_offset(), k.shape, k.stride(), k.storage_offset())
         found[overlap, math.prod(shapes[0]) > 6] += 1
@@ -631,12 +631,12 @@ def test_no_two_tensors_that_share_an_element_are_both_overwritten() -> None:
 
 
 def test_what_is_compared_one_by_one_is_a_row_and_not_all_tokens() -> None:
-    """As q and every other head of k, views of one tensor whose strides differ: 8 bytes an element were gigabytes."""
+    """For q and every other head of k, views of one tensor, addresses of 8 bytes an element would be gigabytes."""
     packed = torch.empty(1, 2**17, 3, 32, 128, device="meta")
     q, k = packed[:, :, 0], packed[:, :, 1, ::2]
     found = _within_a_row(q, k, 32 * 128 * 4)
     assert found == [[(4, 128), (512, 32)], [(4, 128), (1024, 16)]]
-    found = _within_a_row(q[:, :, :2], k, 2**20 * 4)  # of other tokens: what lies apart may meet
+    found = _within_a_row(q[:, :, :2], k, 2**20 * 4)  # rows of other tokens, which lie apart, may meet
     assert math.prod(n for _, n in found[0]) == 2**17 * 2 * 128
 
 

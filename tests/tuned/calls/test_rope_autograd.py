@@ -1,4 +1,4 @@
-"""Gradients of RoPE, by its kernels' way and by PyTorch's: every form, in place, of views, twice, under PyTorch's modes."""
+"""Gradients of RoPE, by kernels and by PyTorch's operators: every form, in place, of views, twice, under PyTorch's modes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["watch"]
 
 @pytest.fixture(params=["eager", "kernels"])
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """On both ways that a call can go."""
+    """Both ways to serve a call: PyTorch's operators and kernels."""
     torch.manual_seed(0)
     if request.param == "kernels":
         request.getfixturevalue("watch")
@@ -43,7 +43,7 @@ rotate_qk = functools.partial(rope_qk, angle_entries="pair")
 rotate_qkv = functools.partial(rope_qkv, angle_entries="pair")
 
 
-# What is differentiated -------------------------------------------------------------------------------------------------
+# Which tensors are differentiated ------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("way")
@@ -174,7 +174,7 @@ def test_what_autograd_cannot_follow_is_refused_before_any_write(how: str, form:
         "pair": lambda x, key: rotate_qk(x, key, angles(), inplace=True),
         "qkv": lambda x, _: rotate_qkv(x, angles(), kv_heads=1, inplace=True),
     }
-    for _ in range(3):  # with the same properties, and allowed
+    for _ in range(3):  # calls with the same properties that are allowed
         bases = [torch.randn(2 * whole.numel(), requires_grad=t.requires_grad) * 1 for t in (q, k)]
         calls[form](
             *(b.as_strided(t.shape, t.stride(), t.storage_offset()) for b, t in zip(bases, (q, k), strict=True))
@@ -282,7 +282,7 @@ def test_a_value_that_was_needed_and_overwritten_is_an_error_and_no_wrong_gradie
     (x,) = leaves(H)
     freqs = angles()
     for _ in range(2):
-        kept = x.exp()  # whose node keeps its result
+        kept = x.exp()  # the node of exp keeps its result
         rotate(kept, freqs, inplace=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             kept.sum().backward()
@@ -363,7 +363,7 @@ def test_the_transforms_of_torch_func_see_through_it() -> None:
         small = x[:1, :1, :1]
         jacobian = torch.func.jacrev(lambda t: rotate(t, freqs[:1]))(small).reshape(D, D)
         assert_same(jacobian @ small.flatten(), turned(small, freqs).flatten())
-        # A tensor that the transform does not follow, beside one that it does.
+        # One tensor that the transform does not follow, and one that it does.
         beside = torch.func.grad(lambda t: (rotate(plain, freqs) * t).sum())(x)
         assert_same(beside, turned(plain, freqs))
         needing = plain.clone().requires_grad_()
@@ -407,7 +407,7 @@ def test_transforms_see_through_what_overwrites_several_tensors(name: str) -> No
 
     assert_same(torch.func.vmap(run)(x), torch.stack([run(t) for t in x]))
     assert_same(torch.func.functionalize(run)(x[0]), run(x[0]))
-    if name == "beside a cache":  # which has no gradient
+    if name == "beside a cache":  # a cache has no gradient
         return
     needing = x[0].clone().requires_grad_()
     (wanted,) = torch.autograd.grad(total(needing), needing)
@@ -505,7 +505,7 @@ def test_inference_mode_takes_tensors_of_its_own_and_others(inside: bool, inplac
 
 
 def test_what_cannot_be_written_is_found_before_anything_is() -> None:
-    """A key made in inference mode, outside of it: the query was rotated, and then the key refused."""
+    """A key made in inference mode and used outside of it: the query used to be rotated before the key was refused."""
     freqs = angles()
     with torch.inference_mode():
         k = torch.randn(B, S, K, D)
@@ -537,7 +537,7 @@ def test_parameters_and_subclasses_are_tensors_too() -> None:
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("inplace", [False, True])
 def test_the_imaginary_part_of_a_conjugate_is_negative(inplace: bool) -> None:
-    """PyTorch negates it where it is read; its memory, which a kernel would read, is not."""
+    """PyTorch negates it on each read; the memory, which a kernel would read, holds the values without the sign."""
     x, freqs = torch.randn(B, S, H, D), angles()
     turns = torch.polar(torch.ones_like(freqs), freqs)
     for _ in range(2):
@@ -565,7 +565,7 @@ def test_a_trace_of_torch_jit_holds_the_rotation() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_a_trace_of_torch_jit_holds_the_rotation_of_packed_sequences() -> None:
-    """Whose lengths it follows, as tensors."""
+    """The trace follows the lengths, which are tensors."""
     freqs, bounds = angles(), torch.tensor([0, 2, B * S], dtype=torch.int32)
 
     def packed(t: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
@@ -577,7 +577,7 @@ def test_a_trace_of_torch_jit_holds_the_rotation_of_packed_sequences() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("name", [n for n in OVERWRITING if n != "beside a cache"])  # it has no views of another dtype
+@pytest.mark.parametrize("name", [n for n in OVERWRITING if n != "beside a cache"])  # a cache has no such views
 def test_a_trace_of_torch_jit_holds_what_overwrites_several_tensors(name: str) -> None:
     freqs = angles()[:, : D // 2]
     cosines = {"cos": freqs.cos(), "sin": freqs.sin()}

@@ -1,4 +1,4 @@
-"""Positions of more than one axis, and complex angles: as models write them, on both ways, first and again."""
+"""Positions of several axes, and complex angles, as models write them: on both ways, in first and repeated calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SOURCES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=["eager", "kernels"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """On both ways that a call can go: PyTorch's operators, and kernels, that the interpreter runs."""
+    """Both ways to serve a call: PyTorch's operators, and kernels in the interpreter."""
     torch.manual_seed(0)
     if request.param == "kernels":
         watching: Watch = request.getfixturevalue("watch")
@@ -60,13 +60,13 @@ def turned(x: torch.Tensor, angle: torch.Tensor, *, interleaved: bool = False) -
 
 
 def in_a_row(positions: torch.Tensor, sections: tuple[int, ...]) -> torch.Tensor:
-    """The angles of Qwen2-VL: of each section the part of its own axis."""
+    """The angles of Qwen2-VL: each section takes its part from its own axis."""
     each = TABLE[positions].split(sections, -1)
     return torch.cat([part[axis] for axis, part in enumerate(each)], -1)
 
 
 def in_turn(positions: torch.Tensor, sections: tuple[int, ...]) -> torch.Tensor:
-    """Those of Qwen3-VL: heights and widths in the place of every third time, as far as their sections go."""
+    """The angles of Qwen3-VL: heights and widths replace every third time, as far as their sections go."""
     angle = TABLE[positions[0]].clone()
     for axis in (1, 2):
         places = slice(axis, sections[axis] * 3, 3)
@@ -143,7 +143,7 @@ def test_layouts_lengths_and_a_shared_row_of_positions(inplace: bool) -> None:
 
 
 def test_axial_positions_have_a_table_whose_columns_belong_to_axes() -> None:
-    """Frames, rows and columns, each with frequencies of its own width, as video models have them."""
+    """Frames, rows and columns as video models have them; each axis has frequencies of its own width."""
     widths = (2, 3, 3)
     tables = [torch.outer(torch.arange(float(ROWS)), 100.0 ** -(torch.arange(n) / n)) for n in widths]
     frame, row, column = (t.flatten() for t in torch.meshgrid(*(torch.arange(n) for n in (2, 3, 4)), indexing="ij"))
@@ -220,7 +220,7 @@ def of_llama(x: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kind", [torch.complex64, torch.complex128])
 def test_complex_angles_are_llamas(kind: torch.dtype, inplace: bool) -> None:
     cis = torch.polar(torch.ones_like(TABLE), TABLE).to(kind)
-    for given in (cis, cis[1:], cis.conj(), cis.conj().resolve_conj(), cis):  # the same properties, another sign
+    for given in (cis, cis[1:], cis.conj(), cis.conj().resolve_conj(), cis):  # the same properties with another sign
         x = torch.randn(B, S, H, D)
         wanted = of_llama(x, given[:S].to(torch.complex128))
         found = rope(x, freqs_cis=given, interleaved=True, inplace=inplace)
@@ -290,7 +290,7 @@ def test_sections_are_whatever_stands_for_ints(sections: Any) -> None:
 
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_tensors_among_sections_are_not_kept(kind: Any) -> None:
-    """What calls are known by would keep their memory, and take another value in them for the first."""
+    """The key of a known call would keep their memory, and take a later value in it for the first."""
     x, given = torch.randn(B, S, H, D), drawn()
     parts = [torch.tensor(2), torch.tensor(3), torch.tensor(3)]
     kept = [weakref.ref(t) for t in parts]

@@ -1,4 +1,4 @@
-"""Complete RoPE calls in eager PyTorch: against the oracle, by every public way in, and differentiable in the angles."""
+"""Complete RoPE calls in eager PyTorch: against the oracle, by every public function, differentiable in the angles."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_rotated(built: Built, out: torch.Tensor, key_out: torch.Tensor | None) -> None:
-    """Results as the oracle has them, of what the tensors held before."""
+    """Results are the oracle's, computed from what the tensors held before the call."""
     assert_close(to_numpy(canonical(out, built.case.spec.layout)), *wanted(built))
     assert (key_out is None) == (built.key_before is None)
     if key_out is not None:
@@ -48,7 +48,7 @@ def test_the_formula_rotates_as_the_oracle_does(row: dict[str, Any]) -> None:
 
 
 def seen(case: RopeCase) -> bool:
-    """Whether positions outside of the angles are an error; a GPU's values, and so lengths of packed sequences, are not read."""
+    """Whether positions outside of the angles are an error; values on a GPU, packed lengths too, are not read."""
     spec = case.spec
     if DEVICE != "cpu" and (spec.packed or spec.positions in ("offset", "starts", "ids")):
         return False
@@ -63,7 +63,7 @@ def seen(case: RopeCase) -> bool:
         reached = [first + length - 1 for first, length in zip(firsts, lengths, strict=False) if length]
         last = max(last if spec.positions in ("offset", "starts") else -1, *reached, -1)
     elif case.ids is None:
-        last += case.seq * case.cp_size - 1  # the whole sequence's, whatever this rank has of it
+        last += case.seq * case.cp_size - 1  # of the whole sequence, whatever part this rank has
     return last >= case.angle_rows  # type: ignore[operator]
 
 
@@ -205,7 +205,7 @@ def test_a_call_of_no_rows_needs_no_angles() -> None:
 
 
 def calls() -> dict[str, Callable[..., Any]]:
-    """Calls of q, k, cos and sin, float64 [9, 4] or with a batch; each another way to find a token's angles."""
+    """Calls of q, k, cos and sin, float64 [9, 4] or with a batch; each finds the angles of a token in another way."""
     ids = torch.tensor([[4, 0, 8], [1, 1, 7]])
     bounds, whole = (torch.tensor(b, dtype=torch.int32) for b in ((0, 2, 2, 5), (0, 8, 12)))
     flat = (0, 1)

@@ -1,4 +1,4 @@
-"""[b, h, s, d] is a view of [b, s, h, d]; a norm takes the paths of other calls. On both ways, first and again, any strides."""
+"""[b, h, s, d] is a view of [b, s, h, d]; a norm takes the paths of other calls. Both ways, repeated, any strides."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ANGLES = {"cos": TABLE.cos(), "sin": TABLE.sin()}
 
 @pytest.fixture(params=["eager", "kernels"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """On both ways that a call can go: PyTorch's operators, and kernels, that the interpreter runs."""
+    """Both ways to serve a call: PyTorch's operators, and kernels in the interpreter."""
     torch.manual_seed(0)
     if request.param == "kernels":
         watching: Watch = request.getfixturevalue("watch")
@@ -46,7 +46,7 @@ def _interpreted(steps: Any, _launch: Any) -> None:
 
 
 def heads_first(heads: int, lies: str) -> torch.Tensor:
-    """[b, h, s, d], by its memory: contiguous, or a view of [b, s, h, d] as a projection leaves it, or with gaps."""
+    """[b, h, s, d] in memory: contiguous, or a view of [b, s, h, d] as a projection leaves it, or with gaps."""
     if lies == "tokens first":
         return torch.randn(B, S, heads, D).transpose(1, 2)
     return (
@@ -140,7 +140,7 @@ def test_what_heads_first_cannot_be_is_refused(call: Callable[[], Any], said: st
 @pytest.mark.parametrize("with_key", [False, True])
 def test_a_norm_takes_the_way_of_other_calls(norm_of: str, inplace: bool, with_key: bool, way: str) -> None:
     weight, key_weight = (torch.rand(n * D if norm_of == "all" else D) + 0.5 for n in (H, K))
-    for seq in (S, S, 4):  # again, and of another length
+    for seq in (S, S, 4):  # a repeated call, then another length
         q, k = torch.randn(B, seq, H, D), torch.randn(B, seq, K, D)
         wanted = qk_norm_rope(q.double(), k.double(), weight, key_weight, **ANGLES, norm=norm_of)
         given = (q, k, weight, key_weight) if with_key else (q, None, weight, None)
@@ -204,7 +204,7 @@ def test_gradients_of_a_norm_in_place_are_those_of_its_input(tensor_format: str,
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_qkv_that_needs_no_gradient_is_overwritten_where_its_weights_do(packed: bool) -> None:
-    """Its query written, autograd takes the key, a view of the same, for a leaf until it is asked about it."""
+    """After the query was written, autograd takes the key, a view of the same tensor, for a leaf until it is asked."""
     weights = [(torch.rand(D) + 0.5).requires_grad_() for _ in range(2)]
     whole = torch.randn(B, S, H + 2 * K, D)
     for _ in range(2):
@@ -235,7 +235,7 @@ def test_a_key_that_autograd_cannot_follow_is_refused_before_the_query_is_writte
 @pytest.mark.parametrize("eps", [1e-6, 0.0])
 @pytest.mark.parametrize("again", [False, True])
 def test_tokens_of_no_sequence_may_be_anything(norm_of: str, eps: float, again: bool) -> None:
-    """Their gradients pass, and add nothing to those of the weights, which sums with 0 * NaN would be."""
+    """Their gradients pass through and add nothing to the weights' gradients, although 0 * NaN in a sum would."""
     cu_seqlens = torch.tensor([1, 3, 6], dtype=torch.int32)
     leaves = [torch.randn(8, n, D) for n in (H, K)]
     weights = [(torch.rand(n * D if norm_of == "all" else D) + 0.5).requires_grad_() for n in (H, K)]
@@ -263,14 +263,14 @@ def test_freqs_half_as_wide_as_the_head_are_asked_about(way: str) -> None:
         FutureWarning, match=r"got 4 entries for heads of 8.*rotary_dim=4.*angle_entries=\"pair\""
     ) as told:
         half = rope(x, freqs)
-    assert way == "kernels" or told[0].filename == __file__  # there a test's own function stands between
+    assert way == "kernels" or told[0].filename == __file__  # with kernels, a function of the tests stands between
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(rope(x, freqs, rotary_dim=D // 2), half)
         assert not torch.equal(rope(x, freqs, angle_entries="pair"), half)
         rope(x, torch.rand(S, D))
         rope(x, torch.rand(S, 2))
-        apply_rotary_pos_emb(x.transpose(0, 1), freqs[:, None, None])  # whose entries are always of features
+        apply_rotary_pos_emb(x.transpose(0, 1), freqs[:, None, None])  # their entries are always of features
 
 
 def test_a_gradient_says_nothing_that_the_forward_has_said() -> None:

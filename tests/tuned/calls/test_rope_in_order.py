@@ -1,4 +1,4 @@
-"""Calls in the order of their angles, by PyTorch's own operators: known ones are not prepared again, and take few operators."""
+"""Calls in the order of their angles by PyTorch's operators: known calls are not prepared again and run few operators."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ B, S, H, D, ROWS = 2, 5, 4, 12, 9
 
 
 def calls() -> dict[str, dict[str, Any]]:
-    """Settings of calls, and which angles they take."""
+    """The settings of calls, and the angles that they take."""
     found: dict[str, dict[str, Any]] = {}
     for tensor_format in ("bshd", "sbhd", "bhsd"):
         for source in ("freqs", "inv_freq", "cos", "per batch", "freqs_cis"):
@@ -85,7 +85,7 @@ def made(settings: dict[str, Any], dtype: torch.dtype, view: str, key: bool) -> 
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """The settings of each call that is prepared; nothing is known at first."""
+    """The settings of each call that is prepared; at first no call is known."""
     forget()
     found: list[Settings] = []
 
@@ -114,7 +114,7 @@ def test_a_known_call_is_prepared_once_and_gives_the_bits_of_the_formula(
         for key in (False, True):
             forget()
             prepared.clear()
-            for _ in range(3):  # other values, the same properties
+            for _ in range(3):  # other values with the same properties
                 given, settings = made(calls()[name] | {"interleaved": interleaved}, dtype, view, key)
                 got = rope_call.call_given(given, settings)
                 assert same_bits(got, rope_call.run_eager(given, settings))
@@ -147,7 +147,7 @@ def test_in_place_the_same_tensors_hold_the_same_bits(prepared: list[Settings], 
 
 
 def operators(function: Any) -> list[str]:
-    """The names of the operators that a function runs, of which views and other alias are left out."""
+    """The names of the operators that a function runs, without views and other aliases."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         function()
     inner = {"aten::as_strided", "aten::resize_", "aten::empty", "aten::empty_strided"}
@@ -201,7 +201,7 @@ def test_what_no_property_tells_goes_the_long_way(prepared: list[Settings]) -> N
 
 
 def test_a_pair_of_half_precision_is_rotated_under_autocast_to_another() -> None:
-    """torch.cat refuses it there."""
+    """torch.cat refuses such a pair under autocast."""
     q, k, (cos, sin) = torch.randn(1, 5, 2, 8).half(), torch.randn(1, 5, 2, 8).half(), torch.randn(2, 5, 4).half()
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
@@ -250,4 +250,4 @@ def test_the_result_of_a_known_call_is_no_view() -> None:
     weight = torch.ones((), requires_grad=True)
     for out in outs:
         assert not out._is_view()
-        out.mul_(weight)  # which autograd refuses for a view that was made without it
+        out.mul_(weight)  # autograd refuses this for a view that was made without it

@@ -1,4 +1,4 @@
-"""RoPE of unusual arguments: no CUDA for CPU tensors, empty axes, numbers that are no ints, and nothing that is kept."""
+"""RoPE of unusual arguments: no CUDA for CPU tensors, empty axes, numbers that are no ints, and nothing is kept."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ B, S, H, K, D = 2, 4, 4, 2, 16
 
 # A CPU call and CUDA ----------------------------------------------------------------------------------------------------
 
-# Whatever would make a context: a child that is forked afterwards could not make its own.
+# Calls that would create a CUDA context: a child that is forked afterwards could not make its own.
 UNTOUCHED = """
 import torch
 def refuse(*_, **__):
@@ -117,7 +117,7 @@ def test_the_default_device_is_that_of_the_tensors(name: str) -> None:
     torch.testing.assert_close(found, wanted)
 
 
-# What is empty ----------------------------------------------------------------------------------------------------------
+# Empty tensors ----------------------------------------------------------------------------------------------------------
 
 EMPTY: dict[str, Case] = {
     "batch": Case(batch=0),
@@ -178,7 +178,7 @@ def test_a_query_or_a_key_of_no_heads_stays_one_of_two(
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each call that was not seen before: whether one of its class was, of other lengths."""
+    """For each call that was not seen before: whether a call of its class, with other lengths, was."""
     found: list[bool] = []
 
     def sized(*arguments: Any) -> Any:
@@ -232,7 +232,7 @@ def test_starts_and_tables_of_a_known_class_that_are_empty_are_not_launched(watc
     assert any(known)
 
 
-# What lies oddly ----------------------------------------------------------------------------------------------------------
+# Unusual memory -----------------------------------------------------------------------------------------------------------
 
 
 def test_bounds_may_have_any_strides(watch: Watch) -> None:
@@ -253,7 +253,7 @@ def test_bounds_may_have_any_strides(watch: Watch) -> None:
 
 
 def apart(place: int, shape: tuple[int, ...], memory: bytearray, how: str) -> torch.Tensor:
-    """float32 values from a byte of some memory on, in a storage of its own."""
+    """float32 values that start at some byte of a memory, in their own storage."""
     count = math.prod(shape)
     t = torch.frombuffer(memory, dtype=torch.float32, count=count, offset=place)
     if how == "dlpack":
@@ -331,7 +331,7 @@ def test_tensors_without_memory_may_be_rotated_in_place() -> None:
 
 
 def negative(t: torch.Tensor) -> torch.Tensor:
-    """The values of t as PyTorch negates them when it reads."""
+    """A view with the values of t that PyTorch negates on each read."""
     view = torch.complex(torch.zeros_like(t), -t).conj().imag
     assert view.is_neg()
     return view
@@ -361,13 +361,13 @@ def test_a_negative_view_is_negated_whatever_the_strides_of_axes_of_one(rows: in
 
 
 class Offset(enum.IntEnum):
-    """An int that is none to ``type``."""
+    """An int for which ``type`` does not say int."""
 
     THREE = 3
 
 
 class Plain(int):
-    """Another."""
+    """Another such int."""
 
 
 THREES = [Offset.THREE, Plain(3), np.int64(3), np.int32(3), np.uint8(3)]
@@ -486,7 +486,7 @@ def test_nothing_of_a_caller_is_kept(
     if served == "kernel":
         request.getfixturevalue("watch")
     kept: list[weakref.ref[Any]] = []
-    gc.freeze()  # what other tests left need not be looked at
+    gc.freeze()  # objects that other tests left need not be looked at
     for _ in range(3):
         words, tensors = KEPT[name]()
         shape = (S, H, D) if words else (B, S, H, D)

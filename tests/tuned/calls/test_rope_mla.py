@@ -1,4 +1,4 @@
-"""MLA: key and value of kv, and queries whose last features rotate; values, gradients, strides, plans, traced."""
+"""MLA: key and value made from kv, and queries whose last features rotate; values, gradients, strides, plans, traced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["chosen_once", "watch"]
 SEQ, BATCH, HEADS, KEPT, TURNED, VALUE = 5, 2, 3, 8, 6, 4
 LAYOUTS = {"bshd": (BATCH, SEQ), "sbhd": (SEQ, BATCH), "thd": (BATCH * SEQ,)}
 STYLES = {"half": {}, "interleaved": {"interleaved": True}, "deinterleave": {"deinterleave": True}}
-BOUNDS = (1, 4, 4, 9)  # the first and the last of ten tokens are of no sequence
+BOUNDS = (1, 4, 4, 9)  # the first and the last of ten tokens belong to no sequence
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def table(entries: int = TURNED // 2, rows: int = 40, dtype: torch.dtype = torch
 
 
 def tensors(layout: str = "bshd", dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
-    """kv; and k_pe, a slice of a wider tensor as a projection leaves it."""
+    """kv, and k_pe as a projection leaves it: a slice of a wider tensor."""
     wide = torch.randn(*LAYOUTS[layout], 7 + TURNED, dtype=dtype)
     return torch.randn(*LAYOUTS[layout], HEADS, KEPT + VALUE, dtype=dtype), wide[..., None, 7:]
 
@@ -53,7 +53,7 @@ def rows_of(layout: str, positions: torch.Tensor) -> torch.Tensor:
 def by_hand(
     kv: torch.Tensor, k_pe: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, style: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key and value; cos and sin are those of each token."""
+    """Key and value by the definition; cos and sin are given for each token."""
     shared = turned(k_pe, cos, sin, style).expand(*kv.shape[:-1], -1)
     return torch.cat((kv[..., :KEPT], shared), -1), kv[..., KEPT:]
 
@@ -92,7 +92,7 @@ def test_tokens_of_no_sequence_are_not_rotated(style: str) -> None:
 
 @pytest.mark.parametrize("entries", ["pair", "feature"])
 def test_pairs_put_apart_are_those_of_megatron(entries: str) -> None:
-    """Its own operators: pairs to halves, then t * cos + rotate_half(t) * sin, whose two entries of a pair may differ."""
+    """Megatron's operators: pairs to halves, then t * cos + rotate_half(t) * sin; a pair's two entries may differ."""
     q = torch.randn(SEQ, BATCH, HEADS, KEPT + TURNED, dtype=torch.float64)
     angles = table(TURNED)
     if entries == "pair":
@@ -135,7 +135,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 def results(named: dict[str, Any], kv: Any, k_pe: Any, angles: Any, left_out: int | None) -> list[torch.Tensor]:
-    """Both results and both gradients, of which one result may have no part; and gradients of gradients."""
+    """Both results, both gradients and gradients of gradients; ``left_out`` is a result that nothing depends on."""
     leaves = [t.detach().requires_grad_() for t in (kv, k_pe)]
     made = mla_kv_rope(*leaves, **angles, k_dim=KEPT, **named)
     weights = [torch.linspace(-1, 2, t.numel(), dtype=t.dtype).view(t.shape).requires_grad_() for t in made]
@@ -152,7 +152,7 @@ def results(named: dict[str, Any], kv: Any, k_pe: Any, angles: Any, left_out: in
 @pytest.mark.usefixtures("chosen_once")
 @pytest.mark.parametrize("name", CALLS)
 def test_kernels_and_operators_give_the_same(watch: Watch, name: str) -> None:
-    """As a call that is new, one that is known, and in eager PyTorch: in float64, which no kernel takes."""
+    """Compares a new call, a known call, and eager PyTorch: in float64, which no kernel takes."""
     named = CALLS[name]
     kv, k_pe = tensors(named.get("tensor_format", "bshd"))
     entries = TURNED if "angle_entries" in named else TURNED // 2
@@ -191,7 +191,7 @@ def test_what_needs_no_gradient_has_none(watch: Watch, which: str) -> None:
 @pytest.mark.usefixtures("chosen_once")
 @pytest.mark.parametrize("by_kernels", [False, True])
 def test_the_gradient_of_the_shared_head_rounds_once(by_kernels: bool, request: pytest.FixtureRequest) -> None:
-    """After the sum over heads, and after it is turned back: half a unit of the result, where two features may cancel."""
+    """After the sum over heads and the rotation back: half a unit of the result, even if two features cancel."""
     if by_kernels:
         request.getfixturevalue("watch").interpreted = True
     heads, tokens = 5, 300
@@ -275,7 +275,7 @@ def test_any_strides_are_right(watch: Watch, name: str) -> None:
 @pytest.mark.usefixtures("chosen_once")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_other_lengths_launch_what_is_compiled(watch: Watch, layout: str) -> None:
-    """With heads whose rows 16 divides, so that a length changes nothing that was compiled for."""
+    """16 divides the rows of these heads, so that another length changes no property that kernels are compiled for."""
     watch.interpreted = True
     angles = {"cos": torch.rand(64, 8), "sin": torch.rand(64, 8)}
     for seq in (8, 3, 17):
@@ -298,7 +298,7 @@ def test_other_lengths_launch_what_is_compiled(watch: Watch, layout: str) -> Non
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("chosen_once")
 def test_the_stride_of_a_values_only_feature_says_nothing(watch: Watch) -> None:
-    """Found by the fuzz: PyTorch calls such gradients contiguous, whatever it is."""
+    """Found by the fuzz: PyTorch calls such a gradient contiguous, whatever that stride is."""
     watch.interpreted = True
     angles = table(rows=1, dtype=torch.float32)
     for stride in (1, 7, 1, 3):
@@ -380,7 +380,7 @@ def test_under_torch_func_it_is_the_same() -> None:
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("chosen_once")
 def test_a_known_call_is_left_to_operators_under_torch_func(watch: Watch) -> None:
-    """Of tensors that the transform does not follow, beside one that it does."""
+    """The transform does not follow the tensors of the call, but follows another factor of the result."""
     kv, k_pe = (t.float() for t in tensors())
     angles = table(dtype=torch.float32)
     run = lambda kv, k_pe: mla_kv_rope(kv, k_pe, **angles, k_dim=KEPT)  # noqa: E731

@@ -1,4 +1,4 @@
-"""RMSNorm with a rotation: values, gradients, in place, packed, traced; kernels of the gradient by the interpreter."""
+"""RMSNorm with a rotation: values, gradients, in place, packed, traced; interpreted kernels of the gradient."""
 
 from __future__ import annotations
 
@@ -145,14 +145,14 @@ def test_a_tensor_without_heads_or_tokens_stays_empty(empty: str) -> None:
 
 
 def qwen(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As transformers' modules round that multiply after the cast."""
+    """Rounds as the modules of transformers that multiply after the cast."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 def gemma(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As those that cast after the multiplication, by 1 + weight."""
+    """Rounds as the modules that cast after the multiplication, which is by 1 + weight."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * (1.0 + weight.float())).type_as(x)
@@ -235,7 +235,7 @@ def test_a_leaf_cannot_be_overwritten() -> None:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Gradients run by the interpreter's kernels, with the default variant; yields what was launched."""
+    """Interpreted kernels compute gradients, with the default variant; yields the launches."""
     if not INTERPRETED:
         pytest.skip("tests/gpu/test_gpu_rope_norm.py has these on a GPU")
     made: list[Launch] = []
@@ -259,7 +259,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 def node(given: Given, settings: Settings) -> Any:
-    """The call as the autograd node that a GPU's call has, whose forward is PyTorch's."""
+    """The call as the autograd node that a call on a GPU has; its forward is PyTorch's."""
     sources = Sources.of(given)
 
     def forward(*arguments: Any) -> Any:
@@ -275,7 +275,7 @@ def node(given: Given, settings: Settings) -> Any:
 
 
 def assert_same_gradients(given: Given, settings: Settings, weights: list[Any]) -> None:
-    """Of the node, and of the formula; None for a result whose gradient is not asked."""
+    """The gradients of the node equal the formula's; None stands for a result whose gradient is not asked for."""
     names = [n for n in ("x", "key", "weight", "key_weight") if getattr(given, n) is not None]
     found = []
     for run in (node, rope_call.run_eager):

@@ -1,4 +1,4 @@
-"""The operators tuned::rope and tuned::rope_qk, and what torch.compile, torch.export and tracers make of RoPE."""
+"""The operators tuned::rope and tuned::rope_qk, and RoPE under torch.compile, torch.export and tracers."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def _fresh() -> Iterator[None]:
 
     torch._dynamo.reset()
     torch.manual_seed(0)
-    # Inductor's caches on disk know a graph by its operators, not by what ours do below: a change of that would be missed.
-    # And C++ is compiled without vector instructions: which a processor has takes it ten seconds to find out. Headers that are
-    # compiled ahead, in each fresh cache, take longer than the few files that include them.
+    # Inductor's caches on disk know a graph by its operators, not by what ours do below: a change there would be missed.
+    # And C++ is compiled without vector instructions, since finding out which a processor has takes ten seconds.
+    # Precompiled headers, in each fresh cache, take longer than the few files that include them.
     quick = {"cpp.simdlen": 1, "cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}
     with fresh_cache(), config.patch(quick):
         yield
@@ -242,7 +242,7 @@ def code_of(function: Callable[[], Any]) -> tuple[Any, list[str]]:
     return run_and_get_code(function)
 
 
-# The calls of one and of two tensors with sizes fixed and open, the others in turn.
+# Each call of one and of two tensors has fixed sizes and open sizes; the other calls have one of the two in turn.
 SIZED = [(name, bool(n % 2)) for n, name in enumerate(OVERWRITING)] + [("one", True), ("two", False)]
 
 
@@ -252,7 +252,7 @@ def test_in_place_without_a_gradient_inductor_makes_one_launch_and_no_copy(name:
     freqs, given = angles(), tensors()
     again = [t.clone() for t in given]
     if name == "one":
-        given[0].requires_grad_()  # of which no gradient is needed now
+        given[0].requires_grad_()  # no gradient of it is needed now
     with torch.no_grad():
         fast = torch.compile(function, fullgraph=True, dynamic=dynamic)
         found, (code,) = code_of(lambda: fast(freqs, *given))
@@ -266,7 +266,7 @@ def test_in_place_without_a_gradient_inductor_makes_one_launch_and_no_copy(name:
     assert "cpp_fused" not in code
 
 
-@pytest.mark.thinned_on_gpu(every=4)  # C++ for the processor, a minute of it
+@pytest.mark.thinned_on_gpu(every=4)  # compiles C++ for a minute
 @pytest.mark.parametrize("name", ["one", "views of one", "a view", "packed"])
 def test_in_place_with_a_gradient_inductor_makes_no_copy_either(name: str) -> None:
     function, tensors = OVERWRITING[name]
@@ -274,7 +274,7 @@ def test_in_place_with_a_gradient_inductor_makes_no_copy_either(name: str) -> No
     weights = [torch.randn(t.shape[-1], t.shape[-1], requires_grad=True) for t in given]
 
     def run(*weights: torch.Tensor) -> Any:
-        made = [t @ w for t, w in zip(given, weights, strict=True)]  # as a projection makes what a model rotates
+        made = [t @ w for t, w in zip(given, weights, strict=True)]  # models rotate the results of a projection
         function(freqs, *made)
         return tuple(made)
 
@@ -289,7 +289,7 @@ def test_in_place_with_a_gradient_inductor_makes_no_copy_either(name: str) -> No
 
 
 def gradients(results: Any, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The results, and gradients that tell apart what came of each element."""
+    """The results, and gradients whose weights differ for each element."""
     ends = [(r * torch.linspace(-1, 1, r.numel()).view(r.shape)).sum() for r in results if r.requires_grad]
     return [r.detach() for r in results] + list(torch.autograd.grad(ends, leaves))
 
@@ -299,12 +299,12 @@ def test_in_place_with_a_gradient_the_operators_are_the_same() -> None:
     with Listener() as listener:
         rotate(x * 1, freqs, inplace=True)
         rotate_qk(x * 1, x[:, :, :K] * 1, freqs, inplace=True)
-        rotate_qk(x * 1, torch.randn(B, S, K, D), freqs, inplace=True)  # only one is in the graph
+        rotate_qk(x * 1, torch.randn(B, S, K, D), freqs, inplace=True)  # the graph contains only one of the two tensors
     one, both = "tuned.rope_.default", "tuned.rope_qk_.default"
     assert [name for name in listener.heard if "tuned" in name] == [one, both, both]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which Dynamo asks for
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for .grad
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("way", ["mode", "given", "made inside"])
 def test_in_place_tensors_that_overlap_are_refused_whatever_follows_operators(way: str, grad: bool) -> None:
@@ -433,7 +433,7 @@ def test_fake_tensors_have_the_shapes_of_real_ones(name: str) -> None:
 
 
 class Listener(TorchDispatchMode):
-    """Notes the operators that are called."""
+    """Notes each operator that is called."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The hot path of RoPE: no call is served by a launch that was made for another, and nothing of a caller's is kept."""
+"""The hot path of RoPE: no call is served by a launch made for another call, and no tensor of a caller is kept."""
 
 from __future__ import annotations
 
@@ -100,18 +100,18 @@ CHANGES = [(field, value) for field, values in CHOICES.items() for value in valu
 def test_nothing_stale_is_launched_whatever_came_before(
     watch: Watch, name: str, changes: list[tuple[str, Any]], data: st.DataObject
 ) -> None:
-    """Changes add up; then calls come again in any order."""
+    """Calls differ in more and more properties; then earlier calls come again in any order."""
     assert watch.public >= 0
     forget()
     cases = [CASES[name]]
     for field, value in changes:
         cases.append(dataclasses.replace(cases[-1], **{field: value}))
     again = data.draw(st.lists(st.sampled_from(range(len(cases))), max_size=12))
-    for case in (*cases, *cases, *cases, *(cases[i] for i in again)):  # the third is known by the short way
+    for case in (*cases, *cases, *cases, *(cases[i] for i in again)):  # the third round is known by the short way
         check(case)
 
 
-# What is compiled, and how it is launched -----------------------------------------------------------------------------
+# What is compiled and how it is launched ------------------------------------------------------------------------------
 
 
 def test_lengths_of_one_class_are_compiled_for_once(watch: Watch) -> None:
@@ -134,7 +134,7 @@ def test_lengths_of_one_class_are_compiled_for_once(watch: Watch) -> None:
 
 @pytest.mark.parametrize("head_dim", [20, 24, 32])
 def test_rows_of_one_token_that_lie_wider_than_others_say_nothing_of_them(head_dim: int) -> None:
-    """One token of a packed tensor counts as contiguous: 16 divides its row stride, and not that of the class's others."""
+    """One token of a packed tensor counts as contiguous: 16 divides its row stride, but not that of longer calls."""
     packed = torch.empty(1, 1, 4, head_dim, device="meta")
     one, two = packed[:, :, :1], torch.empty(1, 2, 1, head_dim, device="meta")
     assert one.is_contiguous()
@@ -219,7 +219,7 @@ def test_a_call_of_another_thread_does_not_take_what_a_first_call_prepared(
     genuine = rope_call.remember
 
     def remember(*arguments: Any) -> None:
-        """The plan is known from here on, and its first run is yet to come."""
+        """From here on the plan is known, although its first run is still to come."""
         genuine(*arguments)
         monkeypatch.setattr(rope_call, "remember", genuine)
         thread = threading.Thread(target=lambda: results.append(rope(other, freqs, angle_entries="pair")))
@@ -364,7 +364,7 @@ def test_a_packed_qkv_of_any_strides_has_the_same_result_again(watch: Watch, cas
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd", "bhsd"])
 @pytest.mark.parametrize("normed", [False, True])
 def test_what_shares_memory_has_the_same_result_again(watch: Watch, layout: str, normed: bool) -> None:
-    """Each axis of the query or of the key expanded, and all others where they are."""
+    """Expands each axis of the query or of the key in turn, and leaves the others as they are."""
     watch.interpreted = True
     seq, batch = 3, 1 if layout == "thd" else 2
     shapes = {"bshd": (batch, seq, 2, 4), "sbhd": (seq, batch, 2, 4), "thd": (seq, 2, 4), "bhsd": (batch, 2, seq, 4)}
@@ -399,7 +399,7 @@ def test_a_scaling_that_is_a_tensor_is_refused_and_not_kept() -> None:
 def test_a_gpu_that_nothing_was_tuned_on_is_told_of_at_the_line_that_called(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rope_call, "call", watch.genuine)  # the watch's own frame would be the caller
+    monkeypatch.setattr(rope_call, "call", watch.genuine)  # else the caller would be the watch's frame
     monkeypatch.setattr(tuned.calls.rope.plan, "gpu_of", lambda _device: Gpu("a_new_card", 90, 132, "A New Card"))
     monkeypatch.setattr(tuned.lookup.misses, "_TOLD", set())
     x, freqs = torch.ones(1, 2, 4, 16), torch.zeros(2, 8)
@@ -420,7 +420,7 @@ RESULTS = {
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("two", [False, True])
 def test_a_result_may_be_overwritten_from_the_first_call_on(layout: str, *, gradient: bool, two: bool) -> None:
-    """A view that is made inside of an autograd node may not, nor one that is made where nothing is recorded."""
+    """A view made inside an autograd node may not be overwritten, nor one made while nothing is recorded."""
     shape, others = RESULTS[layout]
     freqs = torch.randn(16, 32)
     for _ in range(3):

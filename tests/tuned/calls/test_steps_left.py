@@ -1,4 +1,4 @@
-"""Steps and linears that need a gradient: PyTorch's own serves them, and later ones at once; calls without one do not follow."""
+"""Steps and linears that need a gradient: PyTorch serves them, later ones at once; other calls do not follow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="tells of a call that wa
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Calls are decided as on a GPU; yields what was decided in full, not known again."""
+    """Calls are decided as on a GPU; yields those that were decided in full instead of being known."""
     asked: list[str] = []
     monkeypatch.setattr(serve, "why_eager", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -36,12 +36,12 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def kinds(weight: torch.Tensor) -> set[bool]:
-    """Whether what is remembered of a weight is of calls with a gradient."""
+    """Whether the remembered calls of a weight have a gradient."""
     return {sizes[0] == left.GRADIENT for sizes, *_ in left.LEFT[id(weight)].sizes}
 
 
 def test_a_call_of_other_weights_is_checked_though_they_have_the_ids_of_those_before() -> None:
-    """As where a weight was freed, and as ``weight.data = ...`` leaves it."""
+    """A freed weight leaves its id to another weight, and ``weight.data = ...`` keeps the id too."""
     inputs, weight = (
         (torch.randn(2, 4, device=DEVICE), torch.randn(2, 3, device=DEVICE)),
         torch.randn(5, 7, device=DEVICE),
@@ -77,14 +77,14 @@ def test_a_step_with_a_gradient_is_decided_once(as_on_a_gpu: list[str], joint: b
     assert as_on_a_gpu == ["gru_cell"]
     assert kinds(cell.weight_ih) == {True}
     torch.autograd.grad(cell(x, h).sum(), list(cell.parameters()))
-    cell(x, torch.randn(3, 5, device=DEVICE)[:2].repeat(2, 1)[:3])  # the same sizes, other strides
+    cell(x, torch.randn(3, 5, device=DEVICE)[:2].repeat(2, 1)[:3])  # the same sizes with other strides
     assert as_on_a_gpu == ["gru_cell"]
     gru_cell((a[:2], b[:2]), h[:2], *given)
     assert as_on_a_gpu == ["gru_cell"] * 2, "other sizes"
 
 
 def test_a_weight_of_a_linear_and_of_a_cell_is_known_by_its_function() -> None:
-    """A weight that was freed may give its id to another's, too: then what was left of the one is found for the other."""
+    """A freed weight may give its id to another function's weight: calls left for one were found for the other."""
     cell = tuned.nn.GRUCell(6, 5).to(DEVICE)
     x, h = torch.randn(3, 6, device=DEVICE), torch.randn(3, 5, device=DEVICE)
     for _ in range(3):
@@ -129,7 +129,7 @@ KINDS = ("step", "step of two", "linear")
 
 
 class Left:
-    """A call that PyTorch's own serves, remembered as the first such one does it."""
+    """A call that PyTorch serves, remembered as the first such call is."""
 
     def __init__(self, kind: str, *, grad: bool, captured: bool = True) -> None:
         a, b, h = (torch.randn(3, n, device=DEVICE) for n in (4, 2, 5))
@@ -148,7 +148,7 @@ class Left:
         return self.run.known(*(given or self.given))
 
     def right(self, *given: Any) -> None:
-        """The result of a known call is PyTorch's own."""
+        """A known call gives PyTorch's result."""
         x, *others = given = given or self.given
         joint = torch.cat(x, -1) if isinstance(x, tuple) else x
         wanted = (
@@ -163,7 +163,7 @@ class Left:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of which calls the sizes were built."""
+    """Names the calls whose sizes were built."""
     of: list[str] = []
     for run in (cell_run, linear_run):
         monkeypatch.setattr(run, "sizes", lambda *a, sizes=run.sizes: (of.append("sizes"), sizes(*a))[1])

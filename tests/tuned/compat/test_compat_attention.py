@@ -1,4 +1,4 @@
-"""derive: a forward whose norms go with the rotation is made only where no norm can be lost or taken twice."""
+"""derive makes a forward whose norms go with the rotation only where no norm can be lost or computed twice."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ numbers = itertools.count()
 
 
 class Value(list):  # type: ignore[type-arg]
-    """Stands for a tensor: what happened to it."""
+    """Stands for a tensor and records what happened to it."""
 
     shape, dtype = (), "float"
 
@@ -175,7 +175,7 @@ class Value(list):  # type: ignore[type-arg]
 
 @pytest.fixture
 def file_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module of a text, which Python can read again."""
+    """Makes a module from a text, in a file that Python can read again."""
 
     def make(body: str, decorated: str = "") -> Any:
         name = f"modeling_made_up_{next(numbers)}"

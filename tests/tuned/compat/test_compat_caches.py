@@ -1,4 +1,4 @@
-"""vLLM's and FlashInfer's calls that write a cache, held against a loop over tokens."""
+"""vLLM's and FlashInfer's calls that write a cache, compared with a loop over tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_signatures_are_theirs() -> None:
 
 
 def kept(rows: torch.Tensor, cache: torch.Tensor, slots: Any, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """The cache [pages, page_size, heads, dim] with the rows in their places."""
+    """The cache [pages, page_size, heads, dim] with each row in its slot."""
     found = cache.clone()
     for row, slot in zip(rows, slots, strict=False):
         if 0 <= slot < found.shape[0] * found.shape[1]:
@@ -61,7 +61,7 @@ def test_flashinfer_finds_the_page_of_each_token(layout: str, one_tensor: bool) 
     t = made.tensors
     pages, bounds = torch.tensor([4, 0, 2, 1], dtype=torch.int32), torch.tensor([0, 1, 3, 4], dtype=torch.int32)
     batch = torch.tensor([0, 1, 1, 2, 2, 3, -1], dtype=torch.int32)  # the last two have no sequence
-    places = torch.tensor([3, 0, 6, 1, 5, 0, 0], dtype=torch.int32)  # the fifth lies past all pages
+    places = torch.tensor([3, 0, 6, 1, 5, 0, 0], dtype=torch.int32)  # the fifth is past all pages
     slots = [4 * PAGE_SIZE + 3, 0, 2 * PAGE_SIZE + 2, PAGE_SIZE + 1, -1, -1, -1]
     logical = [t[n] if layout == "NHD" else t[n].transpose(1, 2) for n in ("key_cache", "value_cache")]
     wanted = [kept(rows, cache, slots) for rows, cache in zip((t["k"], t["v"]), logical, strict=True)]

@@ -1,4 +1,4 @@
-"""Other libraries' calls under torch.compile with every size open: one whole graph, right at sizes it was not made at."""
+"""Other libraries' calls under torch.compile with all sizes open: one whole graph, right at sizes not traced."""
 
 from __future__ import annotations
 

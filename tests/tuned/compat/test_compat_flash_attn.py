@@ -147,7 +147,7 @@ def test_what_cannot_be_is_refused_before_any_write(arguments, message):
 
 
 def turned_qkv(qkv, cos_sin_q, cos_sin_k, heads_q, kv_heads, *, interleaved):
-    """The same on [b, s, heads, d]."""
+    """The same rotation on [b, s, heads, d]."""
     q, k, v = qkv.split((heads_q, kv_heads, kv_heads), 2)
     turned = rotated(q, *cos_sin_q, interleaved=interleaved), rotated(k, *cos_sin_k, interleaved=interleaved)
     return torch.cat((*turned, v.double()), 2)
@@ -170,7 +170,7 @@ def test_qkv(kv_heads, pairs, interleaved, offsets, own_k):
         def call(qkv, lies=lies):
             if lies == "wider rows":
                 mine = torch.cat((qkv, qkv), -1)[..., :D]
-            elif lies == "apart":  # no one axis can hold the heads of q, k and v
+            elif lies == "apart":  # no single axis can hold the heads of q, k and v
                 mine = qkv.movedim(2, 0).contiguous().movedim(0, 2)
             else:
                 mine = qkv.clone()
@@ -317,10 +317,10 @@ def test_a_leaf_that_requires_grad_is_not_overwritten(call, shape):
 
 
 def test_a_view_that_no_gradient_may_come_to_is_refused_before_any_write():
-    """k's tables learn, q's do not: q would be written before k is refused."""
+    """k's tables require a gradient and q's do not: q would be written before k is refused."""
     whole = randn(B, S, 3, H, 2 * D)
     with torch.no_grad():
-        qkv = whole.split(D, -1)[0]  # of several views, which autograd does not let be written by what has a gradient
+        qkv = whole.split(D, -1)[0]  # one of several views, which autograd lets no tensor with a gradient overwrite
     before = qkv.clone()
     cos_k, sin_k = tables(ROWS, 3, seed=10)
     for learned in ((cos_k.requires_grad_(), sin_k), (cos_k.detach(), sin_k.requires_grad_())):
@@ -331,7 +331,7 @@ def test_a_view_that_no_gradient_may_come_to_is_refused_before_any_write():
 
 @pytest.mark.parametrize("name", ["qkv", "kv"])
 def test_a_gradient_that_is_shared_is_not_overwritten(name):
-    """The gradient of the sum of two is one tensor for both."""
+    """The sum of the two results passes the same gradient tensor to both."""
     call, shape = {
         "qkv": (apply_rotary_emb_qkv_, (B, S, 3, H, D)),
         "kv": (apply_rotary_emb_kv_, (B, S, 2, H, D)),

@@ -12,7 +12,7 @@ B, H, S, D = 2, 4, 5, 8
 
 
 def doubled(rows: int, batch: int | None, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """cos and sin [batch, rows, D] of equal halves; [rows, D] without a batch."""
+    """cos and sin [batch, rows, D] whose halves are equal; [rows, D] without a batch."""
     both = (torch.cat((a, a), -1) for a in tables(rows * (batch or 1), D // 2, dtype=dtype))
     return tuple(a if batch is None else a.view(batch, rows, D) for a in both)
 
@@ -46,7 +46,7 @@ def test_q_and_k(kv_heads, batch, rows):
 
 
 def test_one_token_of_each_sequence():
-    """A step of decoding: one row of cos and sin a sequence, which is not one row a position."""
+    """A decoding step has one row of cos and sin for each sequence, not one for each position."""
     cos, sin = doubled(1, B)
     assert_agree(
         lambda q, k: liger_rotary_pos_emb(q, k, cos, sin),

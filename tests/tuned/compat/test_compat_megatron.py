@@ -1,4 +1,4 @@
-"""Megatron's calls of MLA, against its operators that are not fused: every token by hand."""
+"""Megatron's calls of MLA, compared with its unfused operators, token by token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _seeded() -> None:
 
 
 def table(rows: int = 40) -> list[torch.Tensor]:
-    """Cosines and sines [rows, 1, 1, entries], whose two of a pair differ."""
+    """Cosines and sines [rows, 1, 1, entries]; the two entries of a pair differ."""
     return [torch.randn(rows, 1, 1, TURNED, dtype=torch.float64) for _ in range(2)]
 
 
@@ -32,7 +32,7 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def places(bounds: list[int], cp_size: int = 1, cp_rank: int = 0) -> torch.Tensor:
-    """The position of each token of a rank: of the 2 cp_size chunks of a sequence it has two."""
+    """The position of each token of a rank: a sequence has 2 cp_size chunks, and a rank holds two of them."""
     found = []
     for begin, end in itertools.pairwise(bounds):
         chunk = (end - begin) // (2 * cp_size) if cp_size > 1 else end - begin
@@ -50,7 +50,7 @@ def test_a_query_is_rotated_in_place(packed: Any) -> None:
     cos, sin = table()
     if packed is None:
         leaf = torch.randn(SEQ, BATCH, HEADS, KEPT + TURNED, dtype=torch.float64, requires_grad=True)
-        named, rows = {"cp_rank": 1, "cp_size": 2}, torch.arange(SEQ)  # ranks do not count without cu_seqlens
+        named, rows = {"cp_rank": 1, "cp_size": 2}, torch.arange(SEQ)  # without cu_seqlens ranks have no effect
         own = [t[rows] for t in (cos, sin)]
     else:
         bounds, cp_size, cp_rank = packed
@@ -84,7 +84,7 @@ def test_a_key_and_a_value_are_made(packed: Any, buffers: bool) -> None:
         named["out_key"] = torch.empty(*tokens, HEADS, KEPT + TURNED, dtype=torch.float64)
         named["out_value"] = torch.empty(*tokens, HEADS, VALUE, dtype=torch.float64)
     k_pe = wide[..., None, 7:]
-    for _ in range(3 if buffers else 1):  # a step of training after the other, each with the memory of the one before
+    for _ in range(3 if buffers else 1):  # several steps of training, each in the memory of the step before
         made = fused_apply_mla_rope_for_kv(kv, k_pe, cos, sin, TURNED, KEPT, VALUE, **named)
         for out, name in zip(made, ("out_key", "out_value"), strict=True):
             assert not buffers or out.data_ptr() == named[name].data_ptr()
@@ -97,7 +97,7 @@ def test_a_key_and_a_value_are_made(packed: Any, buffers: bool) -> None:
 
 
 def test_the_signatures_are_megatrons() -> None:
-    """Those of megatron.core.fusions.fused_mla_yarn_rope_apply."""
+    """The signatures in megatron.core.fusions.fused_mla_yarn_rope_apply."""
     of_q = "t cos sin qk_head_dim emb_dim cu_seqlens_q cp_rank cp_size rotary_interleaved"
     of_kv = (
         "kv k_pos_emb cos sin emb_dim k_dim v_dim cu_seqlens_kv cp_rank cp_size rotary_interleaved out_key out_value"

@@ -1,4 +1,4 @@
-"""style_of: what a norm computes is found by calling it, and what is no RMSNorm with one weight is refused."""
+"""style_of finds what a norm computes by calling it; anything but an RMSNorm with one weight is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Made(torch.nn.Module):
     def __init__(self, size: int = 24, *, rounding: str = "each", centered: bool = False, change: str = "") -> None:
         super().__init__()
         self.gain = torch.nn.Parameter(torch.ones(size))
-        self.momentum, self.small = 0.1, 1e-5  # two numbers, of which one is the eps
+        self.momentum, self.small = 0.1, 1e-5  # two numbers; only one of them is the eps
         self.rounding, self.centered, self.change = rounding, centered, change
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_another_norm_is_refused(change: str) -> None:
 
 
 def test_a_rounding_of_its_own_is_refused() -> None:
-    norm = Made(rounding="late", centered=True)  # of the sum of 1 and the weight
+    norm = Made(rounding="late", centered=True)  # it rounds the sum of 1 and the weight
     assert style_of(norm) == "it rounds in a place of its own in bfloat16"
 
 

@@ -1,4 +1,4 @@
-"""vLLM's, SGLang's and FlashInfer's calls against their definition: ids a token, packed parts, in place, parts of a head."""
+"""vLLM's, SGLang's and FlashInfer's calls against their definition: ids, packed parts, in place, part of a head."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def formula(positions: torch.Tensor, cache: torch.Tensor, *, is_neox: bool = Tru
 
 
 def in_place(call):
-    """``call`` on copies that require the gradients of what they copy; returns the copies."""
+    """Runs ``call`` on copies, whose gradients flow to what they copy; returns the copies."""
 
     def called(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         mine = tuple(x.clone() for x in tensors)
@@ -111,7 +111,7 @@ def test_vllm(kv_heads, positions, flat, is_neox, inverse):
 @pytest.mark.parametrize("begin", [1, 2])
 @pytest.mark.parametrize("kv_heads", [1, None])
 def test_a_part_within_the_head(begin, kv_heads):
-    cache = cache_of(3)  # two features stay, before or after the six that turn or on both sides
+    cache = cache_of(3)  # two features do not rotate: before the six that do, after them, or one on each side
     turned = formula(TOKENS, cache, is_neox=False)
 
     def part_only(*tensors):

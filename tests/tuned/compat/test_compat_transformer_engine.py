@@ -21,12 +21,12 @@ CU_SEQLENS = (0, 4, 4, 12, 20)  # lengths 4, 0, 8, 8: each divisible by 2 * cp_s
 
 
 def freqs_of(rotary: int = D) -> torch.Tensor:
-    """The two entries of a pair differ, which one entry a feature allows."""
+    """Random freqs: the two entries of a pair differ, which is allowed with one entry for each feature."""
     return 3 * randn(ROWS, 1, 1, rotary, seed=5)
 
 
 def positions_of(length: int, start: int = 0, cp_size: int = 1, cp_rank: int = 0) -> list[int]:
-    """The positions of one sequence that a rank holds: a chunk from the front, one as far from the end."""
+    """The positions of one sequence on a rank: a chunk from the front, and one equally far from the end."""
     chunk = length // (2 * cp_size)
     if cp_size == 1:
         return [start + i for i in range(length)]
@@ -37,7 +37,7 @@ def positions_of(length: int, start: int = 0, cp_size: int = 1, cp_rank: int = 0
 def formula(
     t: torch.Tensor, freqs: torch.Tensor, positions: Sequence[Sequence[int]], layout: str, *, interleaved: bool
 ) -> torch.Tensor:
-    """``positions`` are those of each sequence's tokens."""
+    """``positions`` holds the positions of each sequence's tokens."""
     angles = freqs[torch.tensor(positions), 0, 0].double()  # [b, s, rotary]
     if layout == "sbhd":
         angles = angles.transpose(0, 1)

@@ -1,4 +1,4 @@
-"""use_tuned_rope: models of transformers give what they gave, by rope_qk, and give it their own way once undone."""
+"""use_tuned_rope: transformers' models give the same results, by rope_qk, and get their own function back by undo."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tuned import dispatch
 from tuned.compat.transformers import RotaryPosEmb, kernel_mapping, register_kernel_layer, use_tuned_rope
 
 LLAMA = FAMILIES[0]
-TOKENS = 4  # that are generated: of the prompt, and three by the cache
+TOKENS = 4  # generated tokens: one by the prompt, and three by the cache
 all_families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 pytestmark = [
     pytest.mark.compiler,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers' own imports
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # from transformers' own imports
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
@@ -47,7 +47,7 @@ def unpatched(family: Family) -> tuple[Any, ...]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What rope_qk and qk_norm_rope are called with, as they are called."""
+    """The arguments of each call of rope_qk and qk_norm_rope, in order."""
     seen: list[dict[str, Any]] = []
     rope_qk, qk_norm_rope = dispatch.rope_qk, dispatch.qk_norm_rope
 
@@ -76,7 +76,7 @@ def angles(batch: int, tokens: int, width: int) -> dict[str, torch.Tensor]:
 def test_logits_and_gradients_are_the_models_own(family: Family, calls: list[dict[str, Any]]) -> None:
     logits, gradients, _ = unpatched(family)
     with use_tuned_rope(model_of(family)):
-        calls.clear()  # of finding the style
+        calls.clear()  # without the calls that find the style
         found, found_gradients = logits_and_gradients(model_of(family))
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-4)
     for name, wanted in gradients.items():
@@ -84,7 +84,7 @@ def test_logits_and_gradients_are_the_models_own(family: Family, calls: list[dic
         torch.testing.assert_close(found_gradients[name], wanted, rtol=1e-4, atol=1e-4 * scale, msg=name)
     assert len(calls) == LAYERS
     assert [len(call.get("weights", ())) for call in calls] == [2 if family.normed else 0] * LAYERS
-    for call in calls:  # half of the angles are read, and heads are rows of q as it lies in memory
+    for call in calls:  # each call reads half of the angles, and heads are rows of q as it lies in memory
         assert call["cos"].shape == (2, 7, family.rotary_dim // 2)
         assert (call["interleaved"], call["angle_entries"]) == (family.interleaved, "pair")
         assert (call["q"].shape[:2], call["k"].shape[:2]) == ((2, 7), (2, 7))
@@ -142,7 +142,7 @@ def test_two_models_of_a_file_and_nested_patches_need_as_many_undone(calls: list
     first, second = use_tuned_rope(one), use_tuned_rope(other)
     first.undo()
     calls.clear()
-    logits_and_gradients(one)  # the file is what is patched
+    logits_and_gradients(one)  # the patch is of the file, which both models share
     assert len(calls) == LAYERS
     with use_tuned_rope(other):
         pass
@@ -215,7 +215,7 @@ def test_the_callers_random_numbers_and_gradients_stay_as_they_were() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-# Functions that stand for those of other models. What they share with transformers is the name and the call.
+# Functions that stand for those of other models; they have transformers' name and are called in its way.
 
 HALVES = "torch.cat((-t[..., t.shape[-1] // 2 :], t[..., : t.shape[-1] // 2]), dim=-1)"
 ADJACENT = "torch.stack((-t[..., 1::2], t[..., ::2]), dim=-1).flatten(-2)"
@@ -348,7 +348,7 @@ def test_keys_may_be_absent_where_the_function_lets_them(calls: list[dict[str, A
         ((2, 3, 5, 16), (2, 1, 5, 16), (2, 5, 16), -3),
         ((3, 5, 16), (1, 5, 16), (5, 16), 0),  # no batch
         ((2, 3, 5, 16), (2, 1, 5, 16), (2, 1, 16), 1),  # one position for all tokens
-        ((1, 3, 5, 16), (1, 1, 5, 16), (2, 5, 16), 1),  # the batch is of cos alone
+        ((1, 3, 5, 16), (1, 1, 5, 16), (2, 5, 16), 1),  # only cos has a batch
         ((2, 3, 1, 16), (2, 1, 5, 16), (2, 1, 16), 1),  # fewer queries than keys
         ((2, 3, 5, 16), (1, 1, 5, 16), (2, 5, 16), 1),  # keys shared by the batch
     ],
@@ -390,7 +390,7 @@ class Model(torch.nn.Module):
 """
 
 
-ANOTHER = "\nclass AnotherRotaryEmbedding(MadeUpRotaryEmbedding):\n    pass\n"  # of some other model of the file
+ANOTHER = "\nclass AnotherRotaryEmbedding(MadeUpRotaryEmbedding):\n    pass\n"  # belongs to another model of the file
 
 
 @pytest.mark.parametrize(
@@ -476,7 +476,7 @@ def test_the_layer_is_what_the_kernels_package_demands_and_serves_training(calls
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(torch.autograd.grad([t.square().sum() for t in found], (q, k)), gradients)
 
-    layer = file.apply_rotary_pos_emb  # what is decorated and kernelized can still be patched, and is undone to that
+    layer = file.apply_rotary_pos_emb  # undo restores the decorated, kernelized function
     with use_tuned_rope(attention) as patch:
         assert patch.functions == ("modeling_made_up.apply_rotary_pos_emb",)
         assert file.apply_rotary_pos_emb is not layer

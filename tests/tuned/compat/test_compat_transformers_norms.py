@@ -1,4 +1,4 @@
-"""use_tuned_rope: attention that normalises queries and keys does so in the rotation's launch, each norm once, or as before."""
+"""use_tuned_rope: norms of queries and keys go into the rotation's launch, each computed once; or stay as before."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tuned.compat.transformers import use_tuned_rope
 
 ATTENTION = tuple(f"model.layers.{layer}.self_attn" for layer in range(LAYERS))
 QWEN, GEMMA, OLMO, *_ = NORMED
-AS_GOOD = 1.5  # times the error of the model's own: each is one draw of roundings
+AS_GOOD = 1.5  # times the error of the model's own: each error is one draw of roundings
 each_norm = pytest.mark.parametrize("family", [*NORMED, SOME_LAYERS], ids=lambda family: family.name)
 pytestmark = [
     pytest.mark.compiler,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of transformers' own imports
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # from transformers' own imports
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
@@ -52,7 +52,7 @@ def own_results(family: Family) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def with_random_norms(model: Any) -> Any:
-    """As they are made, all weights of norms are 1, or 0 where 1 is added."""
+    """New models have norm weights that are all 1, or all 0 if 1 is added: replace them by random ones."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for norm in norms(model):
@@ -61,7 +61,7 @@ def with_random_norms(model: Any) -> Any:
 
 
 def model_of(family: Family, **more: Any) -> Any:
-    """A copy for a test that changes it."""
+    """A copy that a test may change."""
     return with_random_norms(family.model(**more)) if more else copy.deepcopy(first_model(family))
 
 
@@ -85,7 +85,7 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What qk_norm_rope is called with."""
+    """The arguments of each call of qk_norm_rope."""
     seen: list[dict[str, Any]] = []
     qk_norm_rope = dispatch.qk_norm_rope
 
@@ -99,7 +99,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Any]]:
-    """Counts the calls of the norms of a model's attention, which are made before it is patched."""
+    """Counts calls of the norms in a model's attention; use it before the model is patched."""
 
     def count(model: Any) -> list[Any]:
         called: list[Any] = []
@@ -140,7 +140,7 @@ def test_logits_and_gradients_are_the_models_own_and_no_norm_is_called(
     rotated = LAYERS if family is not SOME_LAYERS else LAYERS - 1
     with use_tuned_rope(model) as patch:
         assert (patch.fused, patch.unfused, patch.kept) == (ATTENTION, {}, {})
-        called.clear()  # of finding the style
+        called.clear()  # without the calls that find the style
         found, found_gradients = logits_and_gradients(model)
     assert len(calls) == rotated
     assert len(called) == 2 * (LAYERS - rotated)
@@ -197,7 +197,7 @@ def test_nested_patches_and_two_models_of_a_class_need_as_many_undone(calls: lis
     forward, wanted = kind.forward, logits(one)
     first = use_tuned_rope(one)
     torch.testing.assert_close(logits(other), wanted)
-    assert not calls  # nobody asked whether its norms fit
+    assert not calls  # no call has asked whether its norms fit
     second, third = use_tuned_rope(other), use_tuned_rope(one)
     first.undo()
     for model in (one, other):
@@ -279,7 +279,7 @@ def test_weights_and_eps_are_looked_up_in_each_call(calls: list[dict[str, Any]])
             one.variance_epsilon = 0.5
         found = logits(model)
         assert len(calls) == LAYERS
-        attentions(model)[0].q_norm.variance_epsilon = 2.0  # the query's alone: no call takes two
+        attentions(model)[0].q_norm.variance_epsilon = 2.0  # only the query's eps changes; one call takes a single eps
         apart = logits(model)
         assert len(calls) == 2 * LAYERS - 1
         model.double()
@@ -426,8 +426,8 @@ def test_norms_that_do_not_fit_are_taken_as_before_and_others_are_fused(
             "HunYuanDenseV1",
             {},
             "q_proj gives, and it must have one parameter, of one axis",
-        ),  # it rotates, then normalises
-        ("Phi", {"qk_layernorm": True}, "is seen between its norm and the rotation"),  # it rotates a part
+        ),  # the rotation comes before the norm
+        ("Phi", {"qk_layernorm": True}, "is seen between its norm and the rotation"),  # only a part of a head rotates
     ],
 )
 def test_other_models_with_norms_are_rotated_as_before(
@@ -474,7 +474,7 @@ def test_checkpointed_training_gives_the_models_own_gradients(reentrant: bool, c
     wanted, model = gradients(model_of(QWEN)), model_of(QWEN)
     with use_tuned_rope(model):
         found = gradients(model)
-    assert len(calls) == 2 * LAYERS  # the forward is taken once more
+    assert len(calls) == 2 * LAYERS  # the checkpoint runs the forward again
     assert_gradients(found, wanted)
 
 
@@ -521,7 +521,7 @@ def test_a_norm_that_widens_the_dtype_is_called_where_autocast_does_not_narrow_i
         with (
             torch.no_grad(),
             pytest.raises(RuntimeError) as raised,
-        ):  # of the model's own: its dtypes do not go together
+        ):  # the error is the model's: its dtypes do not fit together
             attention(x, angles, None)
         return str(raised.value)
 

@@ -1,4 +1,4 @@
-"""One table of shared memory: what the rules of variants, the compiler's report and the estimate know of it."""
+"""The rules of variants, the compiler's report and the estimate use one table of shared memory."""
 
 from __future__ import annotations
 

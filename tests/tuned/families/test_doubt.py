@@ -1,4 +1,4 @@
-"""Of which shapes the time of a row says something: in CUDA graphs of few, as calls of all that the host takes longer for."""
+"""For which shapes a row's time says something: for few in CUDA graphs; in calls for all that take the host longer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ H100 = Gpu("nvidia_h100_80gb_hbm3", 90, 132, "NVIDIA H100 80GB HBM3")
 
 
 def doubts(spec: Any, rows: int, octaves: float = 1.0, row: Any = ROW) -> list[str | None]:
-    """As a call, and in a CUDA graph."""
+    """The doubts of a call, and of a CUDA graph."""
     size = GruCellSize(rows) if isinstance(spec, GruCellSpec) else LinearCatSize(rows)
     return [family.doubt(row, spec, size, octaves) for family in CELL._families if family.doubt is not None]
 
@@ -61,7 +61,7 @@ def test_a_small_call_is_the_hosts_time() -> None:
 
 
 def test_in_float32_few_rows_are_the_hosts_time() -> None:
-    """Products of more are no matter of tensor cores, and deep ones took up to 220 us for PyTorch's 51."""
+    """With more rows, products without tensor cores count: deep ones took up to 220 us where PyTorch took 51."""
     row = LinearCatSpec("float32", (256, 128), 96, precision="ieee")
     spec = dataclasses.replace(row, inputs=(447, 688, 34), outputs=16)
     called, captured = (family for family in linear.MOMENTS._families)
@@ -76,7 +76,7 @@ def test_in_float32_few_rows_are_the_hosts_time() -> None:
 
 
 def test_what_pytorchs_own_takes_of_a_small_call_is_the_hosts_time_at_least() -> None:
-    """A row says what its kernels take on the device; a call that ends sooner than the host is done is the host's."""
+    """A row's time is that of the device; if the device is done before the host is, a call takes the host's time."""
     spec = LinearCatSpec("bfloat16", (256, 128), 768)
     slower = {
         moment: [f.least_us for f in MOMENTS._families] for moment, MOMENTS in (("l", linear.MOMENTS), ("c", CELL))
@@ -119,7 +119,7 @@ def test_measured_problems_get_the_same_kernel_at_both_moments(moments: Moments)
 
 
 def test_no_call_waits_for_more_launches_than_pytorchs_own() -> None:
-    """Seven random steps by two products of the library and a kernel took 0.87 to 0.94 of PyTorch's speed as calls, 1.0 in graphs."""
+    """Seven random steps of two library products and a kernel had 0.87 to 0.94 of PyTorch's speed, in graphs 1.0."""
     for rows, inputs, hidden in ((1012, 48, 99), (773, 49, 108), (543, 94, 104), (458, 57, 120)):
         spec = GruCellSpec("float32", hidden, (inputs,), precision="ieee")
         found = CELL.choice_of(spec, GruCellSize(rows), H100, captured=False)
@@ -138,7 +138,7 @@ def test_no_call_waits_for_more_launches_than_pytorchs_own() -> None:
 
 
 def test_without_tensor_cores_a_small_lead_serves_no_larger_step() -> None:
-    """Rows that led by 1.22 gave 5 of 9 random steps of as many products up to 1.05 of PyTorch's time in a graph."""
+    """By rows that led by 1.22, 5 of 9 random steps of as many products took up to 1.05 of PyTorch's time in graphs."""
     for rows, inputs, hidden in ((56, 96, 216), (189, 53, 112), (229, 99, 66), (277, 82, 83)):
         spec = GruCellSpec("float32", hidden, (inputs,), precision="ieee")
         assert CELL.choice_of(spec, GruCellSize(rows), H100, captured=True).rule == "eager", rows
@@ -158,7 +158,7 @@ def test_what_only_calls_win_by_is_left_to_pytorch_in_a_graph() -> None:
 
 
 def test_a_default_serves_calls_alone_where_no_variant_of_a_near_row_fits() -> None:
-    """In a graph 108 rows took a kernel that nobody measured 11 us, and PyTorch's own 7; as calls 13, and 27."""
+    """108 rows by a kernel that nobody measured took 11 us in a graph, PyTorch 7; as calls they took 13 and 27."""
     spec = LinearCatSpec("float32", (132, 20), 794, precision="ieee")
     called, captured = (linear.MOMENTS.choice_of(spec, LinearCatSize(108), H200, now) for now in (False, True))
     assert called.rule == "default"
@@ -169,7 +169,7 @@ def test_a_default_serves_calls_alone_where_no_variant_of_a_near_row_fits() -> N
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 @pytest.mark.parametrize(("features", "outputs", "rows"), [(24, 15, 28), (5, 15, 28), (132, 794, 108), (1, 3, 1)])
 def test_a_grus_products_have_a_kernel_at_any_moment(features: int, outputs: int, rows: int, precision: str) -> None:
-    """PyTorch's own would multiply in the precision of other GEMMs."""
+    """PyTorch's operator would multiply in the precision that is set for other GEMMs."""
     spec = LinearCatSpec("float32", (features,), outputs, bias=False, precision=precision)
     for now in (False, True):
         assert linear.MOMENTS.choice_of(spec, LinearCatSize(rows), H200, now).variant is not None
@@ -180,7 +180,7 @@ def test_a_grus_products_have_a_kernel_at_any_moment(features: int, outputs: int
 def test_a_grus_products_have_a_kernel_where_a_row_says_that_it_is_slower(
     features: int, outputs: int, rows: int
 ) -> None:
-    """With ``torch.backends.cuda.matmul.allow_tf32`` PyTorch's own would multiply a GRU's IEEE products in TensorFloat-32."""
+    """With ``torch.backends.cuda.matmul.allow_tf32`` PyTorch would multiply a GRU's IEEE products in TensorFloat-32."""
     spec = LinearCatSpec("float32", (features,), outputs, bias=False, precision="ieee")
     assert linear.MOMENTS.choice_of(spec, LinearCatSize(rows), H100, captured=True).rule == "eager"
     variant = project._projection(spec, LinearCatSize(rows), H100)
@@ -200,7 +200,7 @@ def test_such_a_product_is_launched_and_not_pytorchs_own(monkeypatch: pytest.Mon
 
 
 def test_a_lead_must_be_larger_the_further_away_it_was_measured() -> None:
-    """In a graph: of a row that led by 1.08, a shape 2.3 octaves away took 9.5 us and PyTorch's own 5.7."""
+    """In a graph a row led by 1.08, but a shape 2.3 octaves away took 9.5 us where PyTorch took 5.7."""
     row = LinearCatSpec("float32", (256, 128), 768, precision="ieee")
     near, far = (dataclasses.replace(row, inputs=(256, width), outputs=out) for width, out in ((120, 768), (64, 2400)))
     for spec, serves in ((near, True), (far, False)):
@@ -219,7 +219,7 @@ def test_a_lead_must_be_larger_the_further_away_it_was_measured() -> None:
     ],
 )
 def test_where_any_row_is_trusted_a_lead_lasts_however_far(spec: Any, size: Any) -> None:
-    """In place PyTorch's own is followed by a copy, and a GRU's product may not be its own."""
+    """In place, PyTorch needs a copy after its operator; and a GRU's product may not be PyTorch's."""
     moments = CELL if isinstance(spec, GruCellSpec) else linear.MOMENTS
     found = moments.choice_of(spec, size, H100, captured=True)
     assert found.row is not None
@@ -230,7 +230,7 @@ def test_where_any_row_is_trusted_a_lead_lasts_however_far(spec: Any, size: Any)
 
 
 def test_without_tensor_cores_weights_that_no_cache_holds_are_left_to_pytorch() -> None:
-    """Each row reads all of them: 8 rows of 1076 and 1672 took 99 us in a graph, and PyTorch's own 44."""
+    """Each row reads all weights again: 8 rows of 1076 and 1672 took 99 us in a graph where PyTorch took 44."""
     row = GruCellSpec("float32", 768, (768,), precision="ieee")
     large = dataclasses.replace(row, hidden=1672, inputs=(1076,))
     assert all("L2" in (said or "") for said in doubts(large, 8, 2.0, row))
@@ -240,7 +240,7 @@ def test_without_tensor_cores_weights_that_no_cache_holds_are_left_to_pytorch() 
 
 
 def test_rows_that_are_loaded_one_by_one_are_no_matter_of_tensor_cores() -> None:
-    """A row of 505 and 1069 took form "split" 1.8 times as long as PyTorch's own, and 38 other such took form "vector" at most 0.57."""
+    """For 505 and 1069 form "split" took 1.8 times PyTorch's time; "vector" at most 0.57 for 38 other such rows."""
     spec, size = GruCellSpec("bfloat16", 1069, (505,)), GruCellSize(1)
     split = GruCellVariant("split", 16, 8, 256, 4, num_stages=5, num_warps=4)
     assert "an element at a time" in (cells.rejection(spec, size, split) or "")

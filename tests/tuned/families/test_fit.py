@@ -1,4 +1,4 @@
-"""A row's variant on any card: what is legal there stays, and what is not becomes legal where its family can make it so."""
+"""A row's variant on another card: it stays as it is if legal there; else its family makes it legal if it can."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tuned.lookup.portfolio import rows_for
 from tuned.lookup.record import load_record
 
 CAPABILITIES = sorted({*SHARED_KIB, 70, 75})
-AS_IT_IS = ("gru", "linear_cat", "rope")  # a step's tiles shrink before Hopper, where they are legal but spill
-ANY_SPEC = ("gru", "gru_cell", "linear_cat")  # those of RoPE are made as large as they were for the other spec
+AS_IT_IS = ("gru", "linear_cat", "rope")  # tiles of a step shrink before Hopper, where they are legal but spill
+ANY_SPEC = ("gru", "gru_cell", "linear_cat")  # tiles of RoPE are made as large as they were for the other spec
 
 
 @functools.cache  # reading a record takes a quarter of a second

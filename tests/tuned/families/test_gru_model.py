@@ -1,4 +1,4 @@
-"""What the time of a recurrence is counted by, and the variants that a call without a row is offered."""
+"""The amounts by which a recurrence's time is estimated, and the variants offered to a call without a row."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_candidates_are_legal_and_take_no_more_turns_than_needed(dtype: str, lay
 
 
 def test_a_batch_that_fits_in_no_other_way_is_taken_in_turns() -> None:
-    """128 rows of 960 units: six programs for each multiprocessor, if each had one tile."""
+    """128 rows of 960 units: with one tile for each program, every multiprocessor would need six programs."""
     found = candidates(GruSpec("bfloat16", 960), GruSize(128, 100), 90, 132)
     assert found
     assert all(variant.in_turn for variant in found)
@@ -108,7 +108,7 @@ def test_tiles_without_room_in_registers_are_offered_only_where_a_layer_has_noth
 
 
 @pytest.mark.parametrize(
-    ("hidden", "form", "tile", "spilled"),  # bytes a thread on sm_86, which has no other way to wait than the others
+    ("hidden", "form", "tile", "spilled"),  # bytes a thread on sm_86, where programs can wait in no other way
     [
         (384, "tile", (32, 32, 8), 64),
         (384, "split", (32, 32, 4), 504),
@@ -271,7 +271,7 @@ def test_lengths_are_alike_up_to_a_power_of_two() -> None:
     assert not FAMILY.model.covers(GruVariant())
 
 
-# A piece of the state at a time ---------------------------------------------------------------------------------------
+# A state taken piece by piece -----------------------------------------------------------------------------------------
 
 
 def test_a_staged_step_is_counted_by_its_pieces_and_directions() -> None:
@@ -305,7 +305,7 @@ def test_many_units_of_16_bits_are_offered_a_staged_state(hidden: int, batch: in
 def test_float32_weights_of_many_units_are_read_at_each_step(
     hidden: int, batch: int, directions: int, us: float
 ) -> None:
-    """Microseconds a step as measured on H100s; nn.GRU took 2.0 to 2.7 of it."""
+    """Measured microseconds a step on H100s; nn.GRU took 2.0 to 2.7 times as long."""
     spec, size = GruSpec("float32", hidden, directions=directions), GruSize(batch, 64)
     found = pick(FAMILY, spec, size, Gpu("NVIDIA H200", 90, 132), ())
     assert found is not None

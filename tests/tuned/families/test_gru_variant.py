@@ -1,4 +1,4 @@
-"""Rules of the variants of a recurrence: each excludes what it names and nothing beside it; what calls are given is legal."""
+"""Rules of a recurrence's variants: each excludes what it names and nothing else; the variants of calls are legal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def v(**knobs: Any) -> GruVariant:
     return dataclasses.replace(PERSISTENT, **knobs)
 
 
-# Each rule: what it says, what it excludes, and the nearest thing that stays.
+# For each rule: its message, what it excludes, and the nearest variant that stays legal.
 RULES: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = [
     (
         "takes one layer of sequences of one length",
@@ -156,7 +156,7 @@ def test_only_programs_that_wait_have_to_be_there_at_once() -> None:
 
 
 def random_rows(count: int) -> list[tuple[GruSpec, GruSize, GruVariant, int]]:
-    """Specs, sizes, variants and architectures in any combination."""
+    """Specs, sizes, variants and architectures, combined at random."""
     axes = {
         "dtype": DTYPES,
         "hidden": HIDDEN,
@@ -168,7 +168,7 @@ def random_rows(count: int) -> list[tuple[GruSpec, GruSize, GruVariant, int]]:
         "seq": (1, 2, 512),
         "capability": CAPABILITIES,
         **choices(GruVariant),
-        # But those of form "row", of which each size has one: among so many it is hardly met.
+        # Form "row" is not drawn: each size has only one such variant, which a random draw hardly meets.
         "form": ("split", "tile"),
         "block_batch": TILE_BATCHES,
         "num_warps": TILE_WARPS,
@@ -190,7 +190,7 @@ def test_a_rule_without_a_size_holds_for_every_size() -> None:
 
 def test_every_choice_of_a_knob_is_legal_somewhere() -> None:
     free = {name: set(values) for name, values in choices(GruVariant).items()}
-    plain = GruSpec("bfloat16", 512), GruSize(16, 16), GruVariant(), 90  # "library", which no draw of all knobs meets
+    plain = GruSpec("bfloat16", 512), GruSize(16, 16), GruVariant(), 90  # "library": no draw of all knobs meets it
     row = GruSpec("bfloat16", 20), GruSize(16, 16), row_variant(20), 90  # likewise
     many = (
         GruSpec("bfloat16", 1536),
@@ -202,7 +202,7 @@ def test_every_choice_of_a_knob_is_legal_somewhere() -> None:
         if rejection(spec, size, variant, capability) is None:
             for name, values in free.items():
                 values.discard(getattr(variant, name))
-    free["block_hidden"].discard(256)  # that many rows of weights fit in no shared memory of today
+    free["block_hidden"].discard(256)  # so many rows of weights fit in no present shared memory
     assert not any(free.values()), free
 
 
@@ -248,7 +248,7 @@ def test_a_call_without_a_row_gets_the_default(batch: int, processors: int) -> N
     size = GruSize(batch, 100)
     for spec in specs():
         if spec.stacked or spec.hidden > 1024:
-            continue  # a stack that does not fit runs layer by layer
+            continue  # if a stack does not fit, its layers run one by one
         reason = rejection(spec, size, default_variant(spec, size), 90, processors)
         assert reason is None, f"{spec}: {reason}"
 
@@ -367,7 +367,7 @@ def test_architectures_with_little_shared_memory_have_a_limit() -> None:
         assert "101376" in str(rejection(wide, None, variant, capability))
 
 
-# 3 * hidden**2 weights, and for each tile a state as wide: 132 multiprocessors of 227 KiB hold no more.
+# 3 * hidden**2 weights, and for each tile a state as wide: 132 multiprocessors of 227 KiB hold no more than this.
 TOO_LARGE = ("fp32_512x960", "x2048", "fp32_64x1001", "fp32_48x1280")
 FITS = [p for p in problems() if not p.name.endswith(TOO_LARGE) or p.name.endswith(("bf16_2x2048", "bf16_8x2048"))]
 

@@ -1,4 +1,4 @@
-"""A family from outside: what its module must say, what it gets without saying, and that two of one name never meet."""
+"""A family from outside: what its module must define, what it gets by default, and that two of one name never mix."""
 
 from __future__ import annotations
 

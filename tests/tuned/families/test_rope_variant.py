@@ -1,4 +1,4 @@
-"""What a rotation gets that no row is near, and what its launch says of its strides."""
+"""The variant of a rotation that no row is near, and what its launch tells the kernel about strides."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_small_call_is_spread_over_the_multiprocessors() -> None:
 
 
 def test_the_default_is_launched_as_its_tile_was_measured_to_take_less() -> None:
-    """Of 65,536 small programs, which a dependent launch starts more slowly than the memory takes, and of few or large ones."""
+    """A dependent launch starts 65,536 small programs more slowly than memory takes, but not few or large programs."""
     found = {}
     for one in load_landscapes("nvidia_h200"):
         if one.problem.family == "rope":
@@ -130,7 +130,7 @@ def test_whole_rows_are_tried_where_there_is_such_a_kernel_and_halves_are_not_al
     spec = RopeSpec(**{"layout": "bshd", "dtype": "bfloat16", "heads": 16, "head_dim": 36, "rotary_dim": 36, **changes})
     found = rejection(spec, None, RopeVariant(whole_rows=True))
     assert found is None if reason is None else reason in (found or "")
-    # The default never is what no rule allows.
+    # The default is never a variant that some rule forbids.
     assert rejection(spec, None, default_variant(spec)) is None
 
 
@@ -141,7 +141,7 @@ def test_a_row_of_the_table_with_whole_rows_serves_no_call_that_has_no_such_kern
     assert not adapt(whole, narrow, dataclasses.replace(narrow, style="interleaved")).whole_rows
     assert not adapt(whole, narrow, SPEC).whole_rows
     aligned = dataclasses.replace(narrow, head_dim=48, rotary_dim=48)
-    assert distance(narrow, aligned) > ROPE.reach  # nor does one of pairs a call for whole rows
+    assert distance(narrow, aligned) > ROPE.reach  # a row of pairs does not serve a call for whole rows either
 
 
 def measured() -> list[dict[str, Any]]:
@@ -159,9 +159,9 @@ def test_whole_rows_are_the_default_where_an_h100_took_less_for_them() -> None:
         times = {tuple(tile): us for *tile, us in row["tiles"]}
         pairs = min(us for (whole, *_), us in times.items() if not whole)
         tile = True, chosen.block_tokens, chosen.block_heads, chosen.num_warps
-        if not chosen.whole_rows:  # what is left to pairs loses 5 percent at most by it
+        if not chosen.whole_rows:  # calls left to pairs lose at most 5 percent by that
             assert min(us for (whole, *_), us in times.items() if whole) > 0.95 * pairs, row
-        elif tile in times:  # of eight heads and several tokens none was measured
+        elif tile in times:  # no tile of eight heads and several tokens was measured
             took.append(times[tile] / pairs)
     assert len(took) == 6
     assert max(took) < 1, took
@@ -183,7 +183,7 @@ def test_whole_rows_are_the_default_of_random_calls_that_an_h200_took_less_for()
             ratios.append(call["whole_rows_us"] / call["pairs_us"])
     assert len(ratios) >= 20
     assert statistics.geometric_mean(ratios) < 0.85
-    # But for one, whose tile was mended since: packed tokens, whose conversions were not packed.
+    # Except one call, whose tile was mended since: packed tokens, whose conversions were not packed.
     assert sorted(ratios)[-2] < 1.05
 
 
@@ -196,7 +196,7 @@ def constants(spec: RopeSpec, size: RopeSize, **changes: Any) -> tuple[int, int]
 @pytest.mark.parametrize(
     ("dim", "style", "dtype", "wanted"),
     [
-        (128, "half", "bfloat16", (1, 1)),  # 16 divides the strides: Triton sees it
+        (128, "half", "bfloat16", (1, 1)),  # Triton sees that 16 divides the strides
         (72, "half", "bfloat16", (4, 4)),  # halves of 36
         (72, "interleaved", "bfloat16", (8, 4)),
         (72, "interleaved", "float32", (4, 4)),  # 16 bytes

@@ -1,4 +1,4 @@
-"""Calls that are known at once: what is alike, and what is never taken for it."""
+"""Repeated calls that are recognised at once: which tensors count as alike, and which are never taken for others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def learned(*tensors: torch.Tensor | None) -> Callable[..., Any]:
 
 
 def known(t: torch.Tensor | None) -> Any:
-    """All that a kernel may depend on, asked of a tensor one by one."""
+    """All properties of a tensor that a kernel may depend on, read one by one."""
     return t is None or (
         type(t), t.dtype, t.shape, t.stride(), t.data_ptr() % 16, t.device, t.requires_grad, t.is_neg(), t.is_conj(),
         t.is_inference(),

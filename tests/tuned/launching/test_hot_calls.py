@@ -1,4 +1,4 @@
-"""How many Python functions of the package a call runs whose properties were seen before."""
+"""How many of the package's Python functions a repeated call runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PACKAGE = str(Path(tuned.__file__).parent)
 HIDDEN, WIDTH = 8, 8
 POLL = GruVariant("persistent", block_hidden=8, block_batch=8, exchange="poll")
 
-# Functions, generators and comprehensions of Python, with 3.11: 3.12 has no frames for comprehensions.
+# Counts frames of Python functions, generators and comprehensions on 3.11: 3.12 has no frames for comprehensions.
 MOST = {"gru": 29, "gru_cell": 5, "segments": 8, "linear_cat": 12}
 
 

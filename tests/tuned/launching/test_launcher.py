@@ -1,4 +1,4 @@
-"""A step of a call, of every kind, does what it says and nothing else."""
+"""Each kind of step in a call does what it says and nothing else."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_launch_is_public_unless_another_way_is_given(monkeypatch: pytest.Monk
 
 
 def test_on_an_amd_gpu_no_launch_tells_the_compiler_that_a_tensor_is_small() -> None:
-    """Triton's own word for it, which would be a key of the kernel, and 32 bits in it."""
+    """Triton marks such a tensor, which would be part of the kernel's key and make its offsets 32 bits."""
     backend = pytest.importorskip("triton.backends.amd.compiler").HIPBackend
     tensor = torch.zeros(16)
     assert "S" in backend.get_tensor_specialization(tensor, align=True)
@@ -86,9 +86,9 @@ def test_a_launch_on_an_amd_gpu_compiles_for_tensors_of_any_size(
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("mode", [0, 1, 2])
 def test_a_probe_may_wait_where_nothing_else_may(monkeypatch: pytest.MonkeyPatch, mode: int, *, broken: bool) -> None:
-    """Under torch.cuda.set_sync_debug_mode("error"), as whoever looks for waits calls a model.
+    """A probe works under torch.cuda.set_sync_debug_mode("error"), which users set to find where a model waits.
 
-    The default mode, 0, is not set again: torch warns of each process that sets a mode.
+    The default mode, 0, is not set again, because torch warns in each process that sets a mode.
     """
     module, modes = tuned.launching.launcher, [mode]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
@@ -110,7 +110,7 @@ def test_a_probe_may_wait_where_nothing_else_may(monkeypatch: pytest.MonkeyPatch
 
 
 class Spreading:
-    """A launcher as Triton 3.6 has it: what it knows of the kernel, then the values one by one."""
+    """A launcher as in Triton 3.6: its facts about the kernel, then the values one by one."""
 
     launch_pdl, scratch = True, None
 
@@ -123,7 +123,7 @@ class Spreading:
 
 
 class Gathering(Spreading):
-    """As Triton 3.7: the values in one tuple."""
+    """A launcher as in Triton 3.7: the values in one tuple."""
 
     def __call__(
         self, x: int, y: int, z: int, stream: int, function: int, a: Any, b: Any, c: Any, d: Any, *given: Any
@@ -132,21 +132,21 @@ class Gathering(Spreading):
 
 
 class Allocating(Spreading):
-    """Adds another thing to each launch."""
+    """A launcher that adds another argument to each launch."""
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: int, *given: Any) -> None:
         self.launch(x, y, z, stream, function, object(), *given)
 
 
 class Turning(Spreading):
-    """Gives the values in another order."""
+    """A launcher that passes the values in another order."""
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: int, *given: Any) -> None:
         self.launch(x, y, z, stream, function, *reversed(given))
 
 
 class Other(Spreading):
-    """Calls by other arguments."""
+    """A launcher that takes other arguments."""
 
     def __call__(self, grid: Any, *given: Any) -> None:
         raise TypeError(grid, given)

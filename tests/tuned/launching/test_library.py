@@ -1,4 +1,4 @@
-"""Libraries of products and of recurrences are set up before a CUDA graph needs them."""
+"""cuBLAS and cuDNN are set up before a CUDA graph needs them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tuned.launching import library
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was asked of a GPU that is not here: the device, launches, and handles; of both whether this thread did."""
+    """Notes what was asked of a GPU that is not here: device, launches, handles; of the last two, by which thread."""
     found: list[Any] = []
     zeros, zeros_like, main = torch.zeros, torch.zeros_like, threading.get_ident()
 
@@ -69,7 +69,7 @@ def test_each_thread_sets_it_up_once(asked: list[Any], monkeypatch: pytest.Monke
 
 
 def test_a_call_goes_on_where_it_cannot_be_set_up(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that needs no product needs no memory for the library's; one that does says so itself."""
+    """A call without a product needs none of the library's memory; a call with a product reports the error itself."""
 
     def full() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -85,7 +85,7 @@ def test_a_call_goes_on_where_it_cannot_be_set_up(asked: list[Any], monkeypatch:
 
 def test_it_is_set_up_once_where_gradients_are_computed(asked: list[Any]) -> None:
     library.set_up(GPU)
-    with torch.no_grad():  # of a caller
+    with torch.no_grad():  # of the caller, while gradients are computed
         library.set_up(GPU, gradients=True)
     assert [what for what, *_ in asked[6:]] == ["launch", "launch", "launch", "handle"], "leaf, forward, backward"
     library.set_up(GPU, gradients=True)
@@ -93,7 +93,7 @@ def test_it_is_set_up_once_where_gradients_are_computed(asked: list[Any]) -> Non
 
 
 def test_recurrences_are_set_up_apart_from_products(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN takes 100 ms to set up, and a graph may need it where kernels serve the call."""
+    """cuDNN takes 100 ms to set up, and a graph may need it although kernels serve the call outside of graphs."""
     library.set_up(GPU, gradients=True)
     del asked[:]
     with monkeypatch.context() as patched:
@@ -126,7 +126,7 @@ def test_modes_that_listen_hear_nothing_of_it(asked: list[Any]) -> None:
 
 @pytest.mark.parametrize("gradient", [False, True])
 def test_every_call_that_kernels_may_serve_sets_it_up(monkeypatch: pytest.MonkeyPatch, *, gradient: bool) -> None:
-    """What serves a call, and what it will be in a graph, are two decisions."""
+    """What serves a call now and what will serve it in a graph are two decisions, so either way the call sets it up."""
     asked: list[Any] = []
     fake = types.SimpleNamespace(set_up=lambda device, *, gradients=False: asked.append((device.type, gradients)))
     monkeypatch.setattr(serve, "library", fake)

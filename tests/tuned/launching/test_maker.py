@@ -1,4 +1,4 @@
-"""What makes a known call's results: as PyTorch's own would be made, and by PyTorch's own where this torch has nothing quicker."""
+"""The maker of a repeated call's results: it makes what PyTorch makes, and is PyTorch if torch has nothing quicker."""
 
 from __future__ import annotations
 

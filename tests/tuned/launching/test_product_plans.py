@@ -1,4 +1,4 @@
-"""The hot paths of a GRU step and of a linear over segments: what is remembered, and what is not taken for it."""
+"""The hot paths of a GRU step and of a linear over segments: which calls are remembered, and which have no plan."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="this stands in for a GPU where there is none"),
 ]
 HIDDEN, WIDTH, BATCH = 24, 16, 2
-HEAD = (0, None, None, None)  # what the launcher adds
+HEAD = (0, None, None, None)  # the arguments that the launcher adds
 
 
 @pytest.fixture
 def fired(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """CPU tensors take the way of GPU tensors, through the interpreter; the arguments of each direct launch."""
+    """CPU tensors take the path of GPU tensors, through the interpreter; yields the arguments of each direct launch."""
     launched: list[tuple[Any, ...]] = []
 
     def direct(launch: Any, compiled: Any, device: Any) -> DirectLaunch:
@@ -75,7 +75,7 @@ def step(*, bias: bool = True, dtype: torch.dtype = torch.float32, segments: int
 
 
 def serve(arguments: list[Any], *, inplace: bool = False) -> Any:
-    """As dispatch does: what is known, else the whole way."""
+    """Serves a call as dispatch does: by its plan if it is known, else the whole way."""
     x, *rest = arguments
     found = cell.known(x, *rest, inplace)
     return cell.run_cell(x if isinstance(x, tuple) else (x,), *rest, inplace=inplace) if found is None else found
@@ -134,7 +134,7 @@ def test_what_is_known_without_a_gradient_is_not_known_with_one() -> None:
 
 
 def test_a_kernel_for_calls_alone_is_not_captured(fired: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a call the host takes longer than it; in a CUDA graph nothing says that it wins."""
+    """For a single call the host takes longer than this kernel; in a CUDA graph nothing says that the kernel wins."""
     now = types.SimpleNamespace(captures=False)
     for module in (cell, linear):
         genuine, moments = module.MOMENTS.variant_of, module.MOMENTS
@@ -336,7 +336,7 @@ def test_one_segment_is_the_librarys(fired: list[Any]) -> None:
 
 
 def test_a_linear_that_pytorch_serves_is_known_by_the_shape_of_its_bias() -> None:
-    """Known by its id, a bias of one element that came into the place of a freed one was broadcast."""
+    """When a bias was known by its id, one of one element that got the id of a freed bias was broadcast."""
     left = tuned.launching.left
     inputs, weight = [torch.randn(2, 3), torch.randn(2, 5)], torch.randn(4, 8)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A GPU of which a process, a context or a stream has a part: launches of programs that wait are made to fit, or not made."""
+"""A process, context or stream with only part of a GPU: launches whose programs wait are made to fit, or not made."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ __all__ = ["interpreted", "machine"]
 pytestmark = [
     pytest.mark.interpreter,
     pytest.mark.filterwarnings("ignore:RNN module weights"),
-]  # of PyTorch's operators on a GPU
+]  # operators of PyTorch on a GPU
 
-# What Triton 3.6 and 3.7 raise: both say what the driver says.
+# The errors of Triton 3.6 and 3.7: both quote the driver.
 ERROR = RuntimeError("Triton Error [CUDA]: too many blocks in cooperative launch")
 
 
 @pytest.fixture
 def part(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """A driver that is asked where a call is, and what it may have there; counts how often."""
+    """A driver that says where a call is and what it may use there; counts how often it is asked."""
     state = types.SimpleNamespace(stream=7, driver=None, asked=0)
 
     def multiprocessors(_device: int) -> Any:
@@ -49,7 +49,7 @@ def part(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     monkeypatch.setattr(residents, "_multiprocessors", multiprocessors)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(run, "gpu_of", lambda _device: GPU)
-    place = residents.place  # a tensor on the CPU says that its device is -1
+    place = residents.place  # on the CPU, a tensor's device index is -1
     monkeypatch.setattr(residents, "place", lambda device: place(max(device, 0)))
     run._choose.cache_clear()
     return state
@@ -87,7 +87,7 @@ class Fails:
 
 
 def choose(spec: Any, size: Any, gpu: Any, limit: int | None = None) -> Choice:
-    """A grid that waits, unless none may."""
+    """A grid whose programs wait, unless none is allowed."""
     if limit is not None and limit < programs(spec, size, VARIANTS["persistent"]):
         return Choice("default", f"{limit} may wait", None if spec.stacked else GruVariant("steps", block_hidden=16))
     return Choice("default", "", VARIANTS["persistent"], gpu=gpu)
@@ -149,7 +149,7 @@ def test_another_error_of_a_launch_is_an_error(monkeypatch: pytest.MonkeyPatch) 
 def test_a_known_call_that_comes_to_a_smaller_part_is_served(
     machine: Machine, part: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its plan was made where all of the GPU was there."""
+    """The plan was made when the whole GPU was available."""
     monkeypatch.setattr(run, "_choose", choose)
     whole = machine.direct_launch
 

@@ -1,4 +1,4 @@
-"""What Triton compiles another kernel for, against Triton itself."""
+"""Which properties of arguments make Triton compile another kernel, compared with Triton's own code."""
 
 from __future__ import annotations
 

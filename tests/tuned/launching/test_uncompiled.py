@@ -1,4 +1,4 @@
-"""A kernel that does not compile: PyTorch's own operators serve its calls, it is said once, and it is not tried again."""
+"""A kernel that does not compile: PyTorch's operators serve its calls, it is said once, and it is not tried again."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_whoever_writes_a_kernel_is_told_what_the_compiler_says() -> None:
 
 
 def test_a_kernel_from_outside_is_launched_after_one_of_ours_did_not_compile() -> None:
-    """What is kept of ours asks for parameters by name, which a kernel from outside has elsewhere."""
+    """The plan of our kernels finds parameters by name; a kernel from outside has them at other places."""
     with pytest.warns(tuned.TunedWarning), pytest.raises(UncompiledError):
         launch_public(Function(ERRORS["a pass"]), part())
     launched: list[Any] = []

@@ -1,4 +1,4 @@
-"""A winner of one GPU serves another: as dispatch would take it over, it compiles there within registers and shared memory."""
+"""A winner of one GPU, adapted as dispatch does for another GPU, compiles there within registers and shared memory."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ RECORDS = sorted(WINNERS.glob("*.json"))
 TARGETS_BY_CAPABILITY = {t.capability: t for t in TARGETS.values() if t.capability}
 FOREIGN = (86, 89, 120, 80, 100)
 MAX_REGISTERS = 255  # a thread, all of these architectures (CUDA C++ Programming Guide)
-LARGEST = 6  # winners, of which a GPU has half: each meets one with 100 KiB of shared memory, and one with more
-OTHERS = 3  # winners a GPU beside them: 0.4 s each where the compiler's cache has none of them
+LARGEST = 6  # winners, half of them for each GPU: each GPU gets one with 100 KiB of shared memory, and one with more
+OTHERS = 3  # further winners for each GPU: 0.4 s each if the compiler's cache has none of them
 
 
 def sample(winners: list[Winner], capability: int) -> list[Winner]:
-    """Of those with the largest tiles for their warps, no text twice, every other; and some evenly spaced over the rest."""
+    """Every other one of those with the largest tiles for their warps, no text twice; and some evenly spaced others."""
 
     def tile(winner: Winner) -> float:
         knobs = (n for n in FAMILIES[winner.family].core_knobs if n.startswith("block_"))
@@ -50,7 +50,7 @@ def sample(winners: list[Winner], capability: int) -> list[Winner]:
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda p: p.stem)
 def test_programs_on_an_amd_gpu_count_messages(record: Path) -> None:
-    """Triton makes a volatile load of theirs a plain one, which need not see what another multiprocessor stores."""
+    """Triton compiles their volatile loads to plain loads, which need not see what another multiprocessor stores."""
     gpu = Gpu("amd_instinct_mi300x", 0, 304)
     found = [
         choice.variant.exchange
@@ -72,9 +72,7 @@ def test_winners_fit_a_card_that_is_not_at_hand(
     gpu = Gpu(target.device, capability, target.processors)
     for winner in sample(load_record(record), capability):
         choice = choose(FAMILIES[winner.family], winner.spec, winner.size, gpu)
-        if (
-            choice.variant is None
-        ):  # PyTorch's own is thought to take less, by a model or by the row; or no tile has room
+        if choice.variant is None:  # a model or the row says that PyTorch is faster, or no tile has room
             family = FAMILIES[winner.family]
             fitted = family.fit(winner.variant, winner.spec, capability)
             fits = family.rejection(winner.spec, winner.size, fitted, capability, gpu.multiprocessors) is None

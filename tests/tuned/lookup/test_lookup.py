@@ -101,7 +101,7 @@ def test_octaves_of_tokens_and_of_specs_count_alike(tables: dict[str, Table]) ->
 
 
 def test_a_row_that_is_far_serves_no_other_call(tables: dict[str, Table]) -> None:
-    """18 octaves from a row of one token, 50,790 tokens took 4.5 times the best variant's time."""
+    """50,790 tokens, served by a row of one token 18 octaves away, took 4.5 times the best variant's time."""
     tables["here"] = table("here", row(SPEC, RopeSize(2, 512), num_warps=2))
     near, far = RopeSize(2, 512 * 2), RopeSize(2, 512 * 3)
     assert choose(ROPE, SPEC, near, HERE).rule == "nearest size"
@@ -118,7 +118,7 @@ def test_a_row_that_is_far_serves_no_other_call(tables: dict[str, Table]) -> Non
 
 
 def test_a_new_length_far_from_all_rows_is_not_held_against_each(tables: dict[str, Table]) -> None:
-    """It took a millisecond of the host's time, each new length, and 14 us before rows had a reach."""
+    """Comparing a new length with every row took the host a millisecond, and 14 us before rows had a reach."""
     tables["here"] = table("here", *(row(SPEC, RopeSize(n, 2), num_warps=1) for n in range(1, 200)))
     asked: list[Any] = []
 
@@ -166,11 +166,11 @@ def test_a_row_that_hardly_beats_pytorch_stands_for_no_other_shape(
     ("dim", "to", "tile", "wanted"),
     [
         (128, 128, (4, 4), (4, 4)),
-        (128, 64, (4, 4), (4, 8)),  # narrower: more heads up to 8,
+        (128, 64, (4, 4), (4, 8)),  # narrower heads: more heads in a tile, up to 8,
         (128, 32, (4, 4), (8, 8)),  # then more tokens,
         (128, 32, (8, 8), (8, 8)),  # as many as there are
         (128, 96, (4, 4), (4, 4)),  # as wide when padded
-        (128, 512, (4, 4), (1, 4)),  # wider: fewer tokens,
+        (128, 512, (4, 4), (1, 4)),  # wider heads: fewer tokens,
         (128, 512, (2, 4), (1, 2)),  # then fewer heads
         (64, 1024, (1, 4), (1, 1)),
     ],
@@ -193,7 +193,7 @@ def test_a_tile_of_more_heads_than_there_are_takes_more_tokens() -> None:
 
 
 def test_few_heads_are_served_by_no_row_of_far_more_tokens() -> None:
-    """Rows whose tile has more heads were passed over, and one of a call 14 octaves away served: at 3 times flash-attention."""
+    """Rows with more heads in a tile were passed over; one 14 octaves away served, in 3 times flash-attention's."""
     gpu = Gpu("nvidia_h200", 90, 132, "NVIDIA H200")
     for layout, heads, tokens in itertools.product(("bshd", "thd"), (1, 2, 3), (512, 4096, 32_768)):
         spec = dataclasses.replace(SPEC, layout=layout, heads=heads)
@@ -204,7 +204,7 @@ def test_few_heads_are_served_by_no_row_of_far_more_tokens() -> None:
 
 
 def test_a_tail_that_is_copied_counts_as_much_as_what_rotates() -> None:
-    """A tile of 8 x 16 rows of 4 features that rotate and 176 that do not took 10 times the floor."""
+    """A tile of 8 x 16 rows, of 4 features that rotate and 176 that are copied, took 10 times the floor."""
     few = dataclasses.replace(SPEC, head_dim=180, rotary_dim=4, inplace=False)
     much = dataclasses.replace(SPEC, head_dim=128, rotary_dim=64, inplace=False)
     found = adapt(RopeVariant(block_tokens=4, block_heads=4, num_warps=2), much, few)
@@ -218,7 +218,7 @@ def test_a_tail_that_is_copied_counts_as_much_as_what_rotates() -> None:
 
 
 def test_every_small_call_has_a_legal_default() -> None:
-    """An sbhd call of one token and two heads had none, and ran by the formula, in 34 us where a kernel takes 2."""
+    """An sbhd call of one token and two heads had no default: the formula took 34 us where a kernel takes 2."""
     specs = [
         dataclasses.replace(SPEC, layout=layout, heads=heads, head_dim=dim, rotary_dim=rotary, inplace=False)
         for layout in ("sbhd", "bshd", "thd")

@@ -1,4 +1,4 @@
-"""TUNED_TABLES with the records of several devices, as contributions are put there: each serves its own, and those most like it."""
+"""TUNED_TABLES with records of several devices, as contributed: each serves its own device, and those most like it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-CARDS = {  # name -> capability, multiprocessors, and the number of warps of its winner, which tells it from the others
+CARDS = {  # name -> capability, multiprocessors, and the number of warps in its winner, which identifies it
     "NVIDIA A100-SXM4-80GB": (80, 108, 1),
     "NVIDIA GeForce RTX 4090": (89, 128, 2),
     "NVIDIA B200": (100, 148, 4),
@@ -74,14 +74,14 @@ def test_another_card_is_served_by_the_record_of_the_one_most_like_it(
     assert warps(gpu) == ("similar GPU", CARDS[like][2])
 
 
-# A few rows, as a tuner that was stopped leaves them -------------------------------------------------------------------
+# A few rows, as a stopped tuner leaves them ---------------------------------------------------------------------------
 
-ODD = "gru_grid_backward_bf16_24x813"  # rows of no multiple of 16 bytes, of which only rows that are alike say what is faster
+ODD = "gru_grid_backward_bf16_24x813"  # rows of no multiple of 16 bytes: only rows like it say what is faster
 
 
 @pytest.fixture(params=[(90, 132), (90, 114), (80, 108)], ids=["equal", "fewer", "older"])
 def begun(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    """A card with a row for one rotation and for one gradient; the first has as many of the same multiprocessors as an H200."""
+    """A card with one row for a rotation and one for a gradient; the first has the multiprocessors of an H200."""
     capability, multiprocessors = request.param
     name = "NVIDIA New Card"
     facts = {"device": device_slug(name), "device_name": name, "capability": capability}
@@ -101,7 +101,7 @@ def served(name: str, gpu: Gpu) -> Choice:
 
 
 def test_the_first_rows_of_a_gpu_take_nothing_from_others_of_which_they_say_nothing(begun: Gpu) -> None:
-    before = dataclasses.replace(begun, device="another_card", name="Another card")  # which has no row
+    before = dataclasses.replace(begun, device="another_card", name="Another card")  # it has no row
     assert served(ODD, before).variant is not None
     choice = served(ODD, begun)
     assert (choice.rule, choice.variant) == ("similar GPU", served(ODD, before).variant), choice.why
@@ -121,7 +121,7 @@ def test_own_rows_come_first_and_those_of_an_equal_gpu_where_they_are_nearer(beg
 
 
 def test_lengths_find_the_rows_that_a_choice_finds(begun: Gpu) -> None:
-    """Some are nearest to its own row, some to one of an equal card, and one is out of reach of both."""
+    """Some are nearest to the card's own row, some to a row of an equal card, and one is out of reach of both."""
     problem = problem_named("llama3_8b_2x4096")
     family = FAMILIES["rope"]
     rows = near_rows(family, problem.spec, begun)
@@ -137,7 +137,7 @@ def test_lengths_find_the_rows_that_a_choice_finds(begun: Gpu) -> None:
 
 
 def test_a_row_is_read_by_the_rules_of_the_card_that_it_was_measured_on() -> None:
-    """A GRU that polls for 16-bit states is what an A100 has, and left out where spinning is possible."""
+    """An A100 may have a GRU that polls for 16-bit states; where spinning is possible such variants are left out."""
     spec, size = GruSpec("bfloat16", 512), GruSize(16, 64)
     variant = GruVariant("persistent", block_hidden=8, exchange="poll")
     gru = FAMILIES["gru"]

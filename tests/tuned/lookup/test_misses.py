@@ -1,4 +1,4 @@
-"""Calls without a row: said once, written down once, read again and tuned; and a call that was seen before does none of it."""
+"""Calls without a row: warned of once, written down once, read again and tuned; repeated calls do none of this."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> dict[str, Table]:
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tables: dict[str, Table]) -> Iterator[dict[str, Table]]:
-    """CPU tensors take the way of GPU tensors, through the interpreter, publicly launched."""
+    """CPU tensors take the path of GPU tensors, through the interpreter, with public launches only."""
     if torch.cuda.is_available():
         pytest.skip("this stands in for a GPU where there is none")
     for module in (tuned.calls.rope.plan, tuned.calls.gru_cell.run, tuned.calls.recurrent.serve):
@@ -225,7 +225,7 @@ def test_a_file_in_the_users_home_whose_last_line_is_torn_takes_whole_lines(
 
 
 def test_a_user_without_a_home_has_no_records_of_his_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of a container may be: a model must not stop because of it."""
+    """A container's user may have no home; no model may stop because of it."""
 
     def nobody(_path: Path) -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -264,7 +264,7 @@ def test_a_line_is_one_short_append(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert written[0].endswith(b"}\n")
 
 
-# A call that was seen before ------------------------------------------------------------------------------------------
+# Repeated calls -------------------------------------------------------------------------------------------------------
 
 
 def test_a_call_that_was_seen_before_notes_nothing(on_a_gpu: dict[str, Table], monkeypatch: pytest.MonkeyPatch) -> None:

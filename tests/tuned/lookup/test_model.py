@@ -1,4 +1,4 @@
-"""Calls without a row: the model's pick, or PyTorch's own where that takes less; and rows that PyTorch's own beats."""
+"""Calls without a row get the model's pick, or PyTorch's operator if it is faster; and rows that PyTorch beats."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_row_that_launches_each_step_is_for_graphs_and_a_call_gets_the_best_in
         ),  # 64 steps of 1024 rows: 47 us each, where nn.GRU takes 84, and no launch of all steps has room
         (2048, 6_000.0, False),
         (2041, 3_000.0, False),  # steps are several kernels, so each takes the host three times as long
-        (512, 600.0, False),  # nn.GRU takes 16.5 a step, and a slow host 24 for it and 37 for ours
+        (512, 600.0, False),  # nn.GRU takes 16.5 us a step; a slow host takes 24 us for nn.GRU and 37 for ours
     ],
 )
 def test_steps_of_many_rows_serve_a_call_too_where_they_take_less_than_all_else(
@@ -80,7 +80,7 @@ def test_steps_of_many_rows_serve_a_call_too_where_they_take_less_than_all_else(
 
 
 def test_steps_before_a_gradient_may_take_a_slow_host_longer_than_pytorchs_own() -> None:
-    """Of a gradient PyTorch's own has a launch for each step again, and ours has one: 16.5 us a step of nn.GRU forward are not all."""
+    """nn.GRU's 16.5 us a forward step are not all: its gradient launches each step again, and ours is one launch."""
     spec, size = GruSpec("bfloat16", 512), GruSize(1024, 64)
     row = Choice("winner", "measured", GruVariant(), gpu=H200, us=600.0)
     assert run.timely(row, spec, size, captured=False).variant != GruVariant()
@@ -88,7 +88,7 @@ def test_steps_before_a_gradient_may_take_a_slow_host_longer_than_pytorchs_own()
 
 
 def test_steps_of_few_rows_are_the_host_s_time_as_a_call() -> None:
-    """In one launch 100 rows of 768 units are thought to take less than ten microseconds a step."""
+    """The model gives one launch of all steps, for 100 rows of 768 units, less than ten microseconds a step."""
     spec, size = GruSpec("bfloat16", 768), GruSize(100, 64)
     row = Choice("winner", "measured", GruVariant(), gpu=H200, us=64 * 5.0)
     assert run.timely(row, spec, size, captured=False) != row
@@ -101,7 +101,7 @@ def test_steps_of_few_rows_are_the_host_s_time_as_a_call() -> None:
 def test_where_the_devices_time_counts_a_model_must_see_a_greater_lead(
     hidden: int, rows: int, dtype: str, kept: tuple[bool, bool]
 ) -> None:
-    """Rows that are no multiples of 16 bytes took up to 2.3 of what the model thinks; a call of few is the host's time."""
+    """Rows of no multiple of 16 bytes took up to 2.3 times the model's time; calls of few rows take the host's time."""
     spec, size = GruSpec(dtype, hidden), GruSize(rows, 100)
     choice = choose(GRU, spec, size, H200)
     assert choice.rule == "model"
@@ -116,11 +116,11 @@ def test_where_the_devices_time_counts_a_model_must_see_a_greater_lead(
     [
         (BF16, 24, True, False),  # one launch for all steps takes less
         (GruSpec("bfloat16", 1200), 400, True, True),
-        (GruSpec("bfloat16", 1200), 400, False, False),  # a slow host takes 37 us a step, and nn.GRU 24
+        (GruSpec("bfloat16", 1200), 400, False, False),  # a slow host takes 37 us a step, nn.GRU 24
         (GruSpec("bfloat16", 1600), 900, False, True),
         (GruSpec("float16", 1200, directions=2), 400, True, True),
         (GruSpec("bfloat16", 1201), 400, False, False),  # each step is several launches
-        (GruSpec("bfloat16", 1900), 2, False, False),  # of few rows it is the host's time, which nn.GRU takes too
+        (GruSpec("bfloat16", 1900), 2, False, False),  # with few rows the host's time counts, which nn.GRU takes too
         (GruSpec("float32", 1200), 400, True, False),  # products follow a setting of the program
         (GruSpec("bfloat16", 1200, layout="packed"), 400, True, False),
     ],
@@ -140,7 +140,7 @@ def test_large_layers_that_no_row_knows_get_a_launch_for_each_step(
     ("hidden", "rows", "us"), [(171, 433, 42.6), (182, 467, 65.7), (164, 194, 17.3), (176, 403, 35.7)]
 )
 def test_cudnns_launch_that_spills_is_known(hidden: int, rows: int, us: float) -> None:
-    """Microseconds a step as measured; of 154 units and 257 rows it took 6, of 197 and 445 9."""
+    """Measured microseconds a step; 154 units with 257 rows took 6, and 197 units with 445 rows took 9."""
     spec, size = GruSpec("float32", hidden), GruSize(rows, 100)
     assert 0.4 * us < model.library_us(GRU, spec, size) / 100 < 1.1 * us
     assert model.library_us(GRU, dataclasses.replace(spec, hidden=198), size) < 0.6 * model.library_us(GRU, spec, size)
@@ -156,7 +156,7 @@ def test_of_what_was_not_measured_so_the_model_has_no_steps() -> None:
 
 
 def test_padded_steps_are_held_against_pytorchs_own_of_narrow_rows() -> None:
-    """Each of its steps takes the device 9 us, ours the host 10: it is padding that pays, and ``pays`` that tells."""
+    """A step takes PyTorch 9 us on the device, and our host 10: padding is what pays, and ``pays`` decides that."""
     spec, size = GruSpec("bfloat16", 1512), GruSize(70, 152)
     choice = choose(GRU, spec, size, dataclasses.replace(H200, device="another"))
     assert run.timely(choice, spec, size, captured=False).variant is None
@@ -187,7 +187,7 @@ def test_what_fits_on_no_chip_is_left_to_pytorch() -> None:
 
 @pytest.mark.parametrize(("eager_us", "rule"), [(0.0, "winner"), (150.0, "winner"), (101.0, "eager")])
 def test_a_row_that_pytorch_beats_does_not_serve(monkeypatch: pytest.MonkeyPatch, eager_us: float, rule: str) -> None:
-    """A row's time is that of the kernels; PyTorch's has the projection of the input in it."""
+    """A row's time is that of the kernels alone; PyTorch's time includes the projection of the input."""
     size, variant = GruSize(16, 64), chosen("bfloat16", 512, 16).variant
     only(monkeypatch, Row(BF16, size, variant, None, 100.0, "t", {}, eager_us))
     monkeypatch.setattr(lookup, "_elsewhere", lambda *_: [])
@@ -202,7 +202,7 @@ def test_a_row_that_pytorch_beats_does_not_serve(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_row_far_away_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its variant, adapted, would be tiles for 8 rows; 512 of them want others."""
+    """The row's variant, adapted, would have tiles for 8 rows; 512 rows need other tiles."""
     few = chosen("bfloat16", 512, 8).variant
     only(monkeypatch, Row(BF16, GruSize(8, 64), few, None, 100.0, "t", {}, 900.0))
     choice = choose(GRU, BF16, GruSize(512, 64), H200)

@@ -99,7 +99,7 @@ def test_two_tuners_lose_nothing_of_each_other(tmp_path: Path) -> None:
 
 
 def test_a_record_is_read_and_written_under_one_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that happen to take turns lose nothing without it either."""
+    """Without the lock, threads that happen to take turns would lose nothing either."""
     locked = []
     for name in ("read_record", "write_record"):
         function = getattr(generator.storage.record, name)
@@ -217,7 +217,7 @@ def test_a_spec_may_be_older_than_a_field_and_a_variant_may_not() -> None:
 
 
 def test_what_a_record_keeps_as_lists_are_tuples_again() -> None:
-    """JSON has no tuples: a spec of somebody's family with one is what it was."""
+    """JSON has no tuples: lists become tuples again, in the spec of somebody's family too."""
 
     @dataclasses.dataclass(frozen=True)
     class Spec:
@@ -231,7 +231,7 @@ def test_what_a_record_keeps_as_lists_are_tuples_again() -> None:
 
 
 def written(kind: str) -> dict[str, Any]:
-    """A dataclass whose annotations are types, or, with the future import, what is written."""
+    """A dataclass whose annotations are types or, with the future import, text."""
     names: dict[str, Any] = {}
     lines = (
         kind,

@@ -1,4 +1,4 @@
-"""Records that nobody would write: what comes out is winners, a RecordError, or in a model one warning."""
+"""Records that nobody would write: each gives winners or a RecordError; in a model, at most one warning."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def small() -> dict[str, Any]:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths to everything in a JSON value but itself."""
+    """Paths to everything inside a JSON value."""
     for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
         yield (*path, key)
         yield from places(value[key], (*path, key))
@@ -73,7 +73,7 @@ def holder(content: Any, path: tuple[Any, ...]) -> Any:
 
 
 def mutated(draw: random.Random, content: dict[str, Any]) -> str:
-    """The text of a record with something wrong in it, which may still be one."""
+    """The text of a record with something wrong in it; it may still be a valid record."""
     content = copy.deepcopy(content)
     path = draw.choice(list(places(content)))
     parent, key = holder(content, path), path[-1]
@@ -104,7 +104,7 @@ def mutated(draw: random.Random, content: dict[str, Any]) -> str:
 
 
 def refusal(path: Path) -> RecordError | None:
-    """Why a record is refused, or None; what it gives otherwise can be used and written as a table."""
+    """Why a record is refused, or None if it is read; then its winners can be used and written as a table."""
     try:
         winners = load_record(path)
     except RecordError as error:
@@ -121,7 +121,7 @@ def refusal(path: Path) -> RecordError | None:
 
 
 def assert_literals(source: str) -> None:
-    """A module that runs nothing when it is imported."""
+    """The module contains only literals, so importing it runs nothing."""
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Expr):
             assert isinstance(statement.value, ast.Constant)
@@ -131,7 +131,7 @@ def assert_literals(source: str) -> None:
 
 
 def used_in_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is warned of while a model uses the records of a folder."""
+    """The warnings while a model uses the records of a folder."""
     monkeypatch.setenv("TUNED_TABLES", str(folder))
     tables.cache_clear()
     with warnings.catch_warnings(record=True) as told:
@@ -171,7 +171,7 @@ def test_any_change_to_a_record_gives_winners_or_one_sentence(
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_any_value_in_any_place_of_a_row(tmp_path: Path, seed: int) -> None:
-    """Every field of a row, one after the other: nothing is found by luck alone."""
+    """Every field of a row takes each value, one after the other, so that nothing depends on luck."""
     content, path = small(), tmp_path / f"{DEVICE}.json"
     every = list(places(content))
     values = HOSTILE[seed :: len(SEEDS)]
@@ -265,7 +265,7 @@ def test_a_folder_that_is_none_is_said_once_and_the_shipped_tables_serve(
     place = tmp_path / "records"
     if kind == "file":
         place.write_text("")
-    if kind == "null":  # what no environment can hold, but a caller may pass
+    if kind == "null":  # no environment variable can hold this, but a caller may pass it
         with pytest.raises(RecordError, match="must be a readable folder"):
             tuned.lookup.table.folder_of_records("a\0b")
         return
