@@ -3,9 +3,10 @@
 @generated from templates/copy_rows.py.jinja. Do not edit: change the template, then run
 `python tune.py --render`.
 
-Each x and y is seen as integers of its item size. Row i of y, of groups of ``group`` rows, is that row of x, or the ``last`` that a
-group has, as far as there are ``held``; a row is parts of ``width`` elements, of which x has the first ``given``. Where x has
-nothing, all bits are ``bits``.
+Each x and y is seen as integers of its item size, and a program writes ROWS rows of COLUMNS elements of one y. Rows of
+y form groups of ``group`` rows. Row j of a group is row min(j, ``last``) of the same group of x, if j is below
+``held``. A row of y is parts of ``width`` elements; the first ``given`` elements of each part come from x. All elements
+that do not come from x are ``bits``, which is 0 or all bits set.
 """
 
 import triton
@@ -31,7 +32,7 @@ def _copy(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Copy a tensor, if ``program`` is one of its own; how many programs those are."""
+    """Copy a tile of one tensor if ``program``, from 0 on, is one of the tensor's programs; return how many it has."""
     across = tl.cdiv(columns, COLUMNS)
     programs = tl.cdiv(rows, ROWS) * across
     if (program >= 0) & (program < programs):
@@ -68,6 +69,8 @@ def copy_rows(
     rows_5, group_5, held_5, last_5, x_group_5, x_row_5, y_row_5, columns_5, width_5, given_5, bits_5,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
+    # The programs of a launch are those of the first tensor, then those of the second, and so on: each call of _copy
+    # takes its own.
     i = tl.program_id(0)
     i -= _copy(x_0, y_0, i, rows_0, group_0, held_0, last_0, x_group_0, x_row_0, y_row_0, columns_0, width_0, given_0, bits_0, ROWS, COLUMNS)
     i -= _copy(x_1, y_1, i, rows_1, group_1, held_1, last_1, x_group_1, x_row_1, y_row_1, columns_1, width_1, given_1, bits_1, ROWS, COLUMNS)

@@ -3,11 +3,14 @@
 @generated from templates/gru_cell.py.jinja. Do not edit: change the template, then run
 `python tune.py --render`.
 
-torch.nn.GRUCell (reset after the product): with i = x @ weight_ih.T + bias_ih and g = h @ weight_hh.T + bias_hh,
-r = sigmoid(i_r + g_r), z = sigmoid(i_z + g_z), n = tanh(i_n + r g_n), h' = n + z (h - n). x is up to four inputs side
-by side. A program owns BLOCK_HIDDEN units of BLOCK_BATCH rows and all of K. SCHEDULE = "two": one loop over x, then
-one over h; "one": a single loop over both, so that loads never pause; "joint": each turn takes a block of x and one
-of h. Float32 sums, one rounding at the store. Names: i_ index, m_ mask, p_ pointer, w_ weights, s_ sum.
+torch.nn.GRUCell (reset after the product), the products and the gates in one launch:
+    r = sigmoid(i_r + g_r), z = sigmoid(i_z + g_z), n = tanh(i_n + r g_n), h' = n + z (h - n),
+with i = x @ weight_ih.T + bias_ih and g = h @ weight_hh.T + bias_hh. x is up to four inputs side by side.
+
+A program computes BLOCK_HIDDEN units of BLOCK_BATCH rows over all of K, the columns of x and of h; no program waits for
+another. SCHEDULE = "two": one loop over x, then one over h; "one": a single loop over both, so that loads never pause;
+"joint": each turn of the loop takes a block of x and one of h. Sums are in float32, and the result is rounded once, at
+the store. Names: i_ index, m_ mask, p_ pointer, w_ weights, s_ sum.
 """
 
 import triton
@@ -16,9 +19,10 @@ import triton.language as tl
 
 @triton.jit
 def _tanh(x):
-    """Hyperbolic tangent: an odd polynomial near 0, else 1 - 2 / (1 + e^(2 x)), which is right at both ends, with no overflow to NaN.
+    """Hyperbolic tangent: an odd polynomial where |x| < 0.5, else 1 - 2 / (1 + e^(2 x)).
 
-    The second errs by a rounding of 1, which is much of a small result. The polynomial is within 2 roundings of its own.
+    Where e^(2 x) overflows, or is 0, the second formula gives 1, or -1, and not NaN. Its error is a rounding of 1,
+    which is much of a small result. The polynomial's error is within 2 roundings of its result.
     """
     y = x * x
     near = x * (1 + y * (-0.3333315 + y * (0.1332599 + y * (-0.05305295 + y * 0.01725699))))
@@ -47,10 +51,11 @@ def _segment(
     WIDTH3: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Block ``block`` of the inputs' columns, each input padded to whole blocks and none of them copied.
+    """Where block ``block`` of the columns of x0 to x3 lies: the inputs count as side by side, and none is copied.
 
-    Returns the input's address and row stride, the block's first column in it and in the weights, and how many of the
-    input's columns are left from there.
+    Each input is padded to whole blocks of BLOCK_K columns, so a block lies in one input; one of width 0 has no block.
+    Returns the input's pointer and row stride, the block's first column in that input and in the weights, and how many
+    columns the input has from there on: the caller masks the others.
     """
     BEFORE1: tl.constexpr = (WIDTH0 + BLOCK_K - 1) // BLOCK_K
     BEFORE2: tl.constexpr = BEFORE1 + (WIDTH1 + BLOCK_K - 1) // BLOCK_K
@@ -76,15 +81,16 @@ def _segment(
 
 @triton.jit
 def _nearest_tf32(a):
-    """Float32 values rounded to the 10 bits of fraction that TF32 keeps: the tensor cores cut the other 13 off."""
+    """Float32 values rounded to the nearest TF32, with 10 bits of fraction: tensor cores only cut off the other 13."""
     bits = (a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
     return tl.where(a == a, bits.to(tl.float32, bitcast=True), a)  # NaN stays NaN: its bits could overflow
 
 
 @triton.jit
 def _sum_parts(a, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[PARTS, ROWS, COLUMNS] -> its sum over PARTS, at most 8: one change of layout, then additions within threads."""
-    # tl.sum would reduce across warps, several times slower here.
+    """[PARTS, ROWS, COLUMNS] -> the sum over PARTS, at most 8: one change of layout, then additions within threads."""
+    # tl.split makes Triton convert to a layout in which one thread has all parts of an element. tl.sum would reduce
+    # across warps, which is several times slower here.
     a = tl.permute(a, (1, 2, 0))
     if PARTS == 8:
         even, odd = tl.split(tl.reshape(a, (ROWS, COLUMNS, 2, 2, 2)))
@@ -119,7 +125,11 @@ def _accumulate(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add the products of one block of K to the sums of the three gates; stacked, those of r and z stand in s_r."""
+    """Add the products of one block of K to the sums of the three gates; if STACKED, s_r has those of r, then of z.
+
+    p and p_weight point to the block's first column; p_r, p_z and p_n are offsets of the gates' rows of weights; the
+    input has ``left`` columns from there on.
+    """
     p_weight += k_weight
     if MASKED:
         m_weight = k_weight < left
@@ -156,7 +166,7 @@ def gru_cell_tile(
     weight_hh,  # [3 * HIDDEN, HIDDEN], last stride 1
     bias_ih,  # [3 * HIDDEN], contiguous; any pointer without BIAS
     bias_hh,
-    out,  # [batch, HIDDEN], last stride 1, not h: other programs still read that
+    out,  # [batch, HIDDEN], last stride 1; not h, which other programs still read
     batch,
     x0_stride_b,
     x1_stride_b,
@@ -172,11 +182,11 @@ def gru_cell_tile(
     WIDTH3: tl.constexpr,
     HIDDEN: tl.constexpr,
     BIAS: tl.constexpr,
-    ALIGN: tl.constexpr,  # elements: what the strides of all that is read by rows are multiples of
+    ALIGN: tl.constexpr,  # in elements: divides the row strides of all inputs, of h and of both weights
     BLOCK_BATCH: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr,  # K_BLOCK is split over so many groups of warps
+    PARTS: tl.constexpr,  # BLOCK_K is split over so many groups of warps
     SCHEDULE: tl.constexpr,
     STACKED: tl.constexpr,  # one product for the gates r and z together
     ORDER: tl.constexpr,
@@ -195,10 +205,11 @@ def gru_cell_tile(
     MASKED: tl.constexpr = TAIL or HIDDEN % BLOCK_K > 0 or (SCHEDULE == "joint" and BLOCKS_X != BLOCKS_H)
     TILES: tl.constexpr = (HIDDEN + BLOCK_HIDDEN - 1) // BLOCK_HIDDEN
     if PDL:
-        # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
+        # Dependent launch: the next kernel's programs may take places that fall free. This kernel reads and writes
+        # nothing before the previous one has ended.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # As multiples the compiler knows how wide loads may be.
+    # ALIGN divides these strides: they keep their values, and the compiler knows how wide loads may be.
     x0_stride_b, x1_stride_b = x0_stride_b // ALIGN * ALIGN, x1_stride_b // ALIGN * ALIGN
     x2_stride_b, x3_stride_b = x2_stride_b // ALIGN * ALIGN, x3_stride_b // ALIGN * ALIGN
     h_stride_b = h_stride_b // ALIGN * ALIGN
@@ -222,7 +233,7 @@ def gru_cell_tile(
     zero = tl.zeros((BLOCK_BATCH, BLOCK_HIDDEN), tl.float32)
     s_r, s_z, s_x, s_h = zero, zero, zero, zero
     i_row_z, i_row_n = i_row_r[None, :] + HIDDEN, i_row_r[None, :] + 2 * HIDDEN
-    if STACKED:
+    if STACKED:  # the weights of r, then of z, for the same units
         i_both = tl.arange(0, 2 * BLOCK_HIDDEN)
         i_row_r = tl.minimum(i_tile * BLOCK_HIDDEN + i_both % BLOCK_HIDDEN, HIDDEN - 1)
         i_row_r += (i_both // BLOCK_HIDDEN) * HIDDEN
@@ -232,7 +243,7 @@ def gru_cell_tile(
     p_ir, p_iz, p_in = i_row_r * weight_ih_stride, i_row_z * weight_ih_stride, i_row_n * weight_ih_stride
     p_hr, p_hz, p_hn = i_row_r * weight_hh_stride, i_row_z * weight_hh_stride, i_row_n * weight_hh_stride
 
-    # What the end needs, in flight while the products are made.
+    # The old state and the biases are needed at the end. Loaded here, they arrive while the products are made.
     before = tl.load(h + i_batch[:, None] * h_stride_b + i_unit[None, :], mask=m_out, other=0)
     if BIAS:
         m_unit = i_unit < HIDDEN
@@ -254,7 +265,7 @@ def gru_cell_tile(
             left = tl.where(of_h, HIDDEN - (block - BLOCKS_X) * BLOCK_K, left)
             p, stride = tl.where(of_h, h, p), tl.where(of_h, h_stride_b, stride)
             p_weight = tl.where(of_h, weight_hh, weight_ih) + tl.where(of_h, column, start)
-            # The sum of n so far was that over x.
+            # Where h begins, the sum of n so far is that over x: keep it as s_x, and begin the sum over h at 0.
             s_x = tl.where(block == BLOCKS_X, s_h, s_x)
             s_h = tl.where(block == BLOCKS_X, 0.0, s_h)
             s_r, s_z, s_h = _accumulate(

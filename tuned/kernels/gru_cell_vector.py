@@ -3,11 +3,14 @@
 @generated from templates/gru_cell_vector.py.jinja. Do not edit: change the template, then run
 `python tune.py --render`.
 
-torch.nn.GRUCell (reset after the product) for a few rows: with i = x @ weight_ih.T + bias_ih and
-g = h @ weight_hh.T + bias_hh, r = sigmoid(i_r + g_r), z = sigmoid(i_z + g_z), n = tanh(i_n + r g_n),
-h' = n + z (h - n). x is up to four inputs side by side. A warp owns whole units: its lanes lie along K, LANES elements
-of it or 16 bytes a lane, so that sums stay within a warp. Float32 inside, one rounding at the store. Names: i_ index,
-m_ mask, p_ pointer, w_ weights, s_ sum.
+torch.nn.GRUCell (reset after the product) for a few rows, in one launch and without tensor cores:
+    r = sigmoid(i_r + g_r), z = sigmoid(i_z + g_z), n = tanh(i_n + r g_n), h' = n + z (h - n),
+with i = x @ weight_ih.T + bias_ih and g = h @ weight_hh.T + bias_hh. x is up to four inputs side by side.
+
+A program computes BLOCK_HIDDEN units of BLOCK_BATCH rows over all of K, the columns of x and of h; no program waits for
+another. A warp owns whole units: its lanes lie along K and take LANES elements at a time, 16 bytes a lane, so that sums
+stay within a warp. Arithmetic is in float32, and the result is rounded once, at the store. Names: i_ index, m_ mask,
+p_ pointer, w_ weights, s_ sum.
 """
 
 import triton
@@ -16,9 +19,10 @@ import triton.language as tl
 
 @triton.jit
 def _tanh(x):
-    """Hyperbolic tangent: an odd polynomial near 0, else 1 - 2 / (1 + e^(2 x)), which is right at both ends, with no overflow to NaN.
+    """Hyperbolic tangent: an odd polynomial where |x| < 0.5, else 1 - 2 / (1 + e^(2 x)).
 
-    The second errs by a rounding of 1, which is much of a small result. The polynomial is within 2 roundings of its own.
+    Where e^(2 x) overflows, or is 0, the second formula gives 1, or -1, and not NaN. Its error is a rounding of 1,
+    which is much of a small result. The polynomial's error is within 2 roundings of its result.
     """
     y = x * x
     near = x * (1 + y * (-0.3333315 + y * (0.1332599 + y * (-0.05305295 + y * 0.01725699))))
@@ -47,10 +51,11 @@ def _segment(
     WIDTH3: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Block ``block`` of the inputs' columns, each input padded to whole blocks and none of them copied.
+    """Where block ``block`` of the columns of x0 to x3 lies: the inputs count as side by side, and none is copied.
 
-    Returns the input's address and row stride, the block's first column in it and in the weights, and how many of the
-    input's columns are left from there.
+    Each input is padded to whole blocks of BLOCK_K columns, so a block lies in one input; one of width 0 has no block.
+    Returns the input's pointer and row stride, the block's first column in that input and in the weights, and how many
+    columns the input has from there on: the caller masks the others.
     """
     BEFORE1: tl.constexpr = (WIDTH0 + BLOCK_K - 1) // BLOCK_K
     BEFORE2: tl.constexpr = BEFORE1 + (WIDTH1 + BLOCK_K - 1) // BLOCK_K
@@ -76,15 +81,16 @@ def _segment(
 
 @triton.jit
 def _nearest_tf32(a):
-    """Float32 values rounded to the 10 bits of fraction that TF32 keeps: the tensor cores cut the other 13 off."""
+    """Float32 values rounded to the nearest TF32, with 10 bits of fraction: tensor cores only cut off the other 13."""
     bits = (a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
     return tl.where(a == a, bits.to(tl.float32, bitcast=True), a)  # NaN stays NaN: its bits could overflow
 
 
 @triton.jit
 def _sum_parts(a, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[PARTS, ROWS, COLUMNS] -> its sum over PARTS, at most 8: one change of layout, then additions within threads."""
-    # tl.sum would reduce across warps, several times slower here.
+    """[PARTS, ROWS, COLUMNS] -> the sum over PARTS, at most 8: one change of layout, then additions within threads."""
+    # tl.split makes Triton convert to a layout in which one thread has all parts of an element. tl.sum would reduce
+    # across warps, which is several times slower here.
     a = tl.permute(a, (1, 2, 0))
     if PARTS == 8:
         even, odd = tl.split(tl.reshape(a, (ROWS, COLUMNS, 2, 2, 2)))
@@ -103,8 +109,14 @@ def _sum_parts(a, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 
 @triton.jit
 def _accumulate(p, p_weight, left, k, m_batch, p_r, p_z, p_n, s_r, s_z, s_n, MASKED: tl.constexpr):
-    """Add the products of one block of K, [BLOCK_BATCH, STEPS, BLOCK_HIDDEN, LANES], to [BLOCK_BATCH, ., LANES]."""
-    # a is loaded once a unit, from L1: like this its layout is that of the weights, and nothing is exchanged.
+    """Add the products of one block of K to the sums of the three gates, [BLOCK_BATCH, BLOCK_HIDDEN, LANES] each.
+
+    The products are [BLOCK_BATCH, STEPS, BLOCK_HIDDEN, LANES], and are summed over STEPS. p and p_weight point to the
+    block's first column; p_r, p_z and p_n are offsets of the gates' rows of weights; the input has ``left`` columns
+    from there on.
+    """
+    # ``0 * p_r`` makes a tile of a for each unit, loaded from L1: its layout is then that of the weights, and threads
+    # exchange nothing.
     p_weight += k
     if MASKED:
         m_k = k < left
@@ -134,7 +146,7 @@ def gru_cell_vector(
     weight_hh,  # [3 * HIDDEN, HIDDEN], last stride 1
     bias_ih,  # [3 * HIDDEN], contiguous; any pointer without BIAS
     bias_hh,
-    out,  # [batch, HIDDEN], last stride 1, not h: other programs still read that
+    out,  # [batch, HIDDEN], last stride 1; not h, which other programs still read
     batch,
     x0_stride_b,
     x1_stride_b,
@@ -150,11 +162,11 @@ def gru_cell_vector(
     WIDTH3: tl.constexpr,
     HIDDEN: tl.constexpr,
     BIAS: tl.constexpr,
-    ALIGN: tl.constexpr,  # elements: what the strides of all that is read by rows are multiples of
+    ALIGN: tl.constexpr,  # in elements: divides the row strides of all inputs, of h and of both weights
     BLOCK_BATCH: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    LANES: tl.constexpr,  # 16 bytes for each lane of a warp
+    LANES: tl.constexpr,  # elements of K that a warp takes at a time, 16 bytes for each lane
     PDL: tl.constexpr,
 ):
     BLOCKS_X: tl.constexpr = (
@@ -169,16 +181,18 @@ def gru_cell_vector(
     TILES: tl.constexpr = (HIDDEN + BLOCK_HIDDEN - 1) // BLOCK_HIDDEN
     STEPS: tl.constexpr = BLOCK_K // LANES
     if PDL:
-        # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
+        # Dependent launch: the next kernel's programs may take places that fall free. This kernel reads and writes
+        # nothing before the previous one has ended.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # As multiples the compiler knows how wide loads may be.
+    # ALIGN divides these strides: they keep their values, and the compiler knows how wide loads may be.
     x0_stride_b, x1_stride_b = x0_stride_b // ALIGN * ALIGN, x1_stride_b // ALIGN * ALIGN
     x2_stride_b, x3_stride_b = x2_stride_b // ALIGN * ALIGN, x3_stride_b // ALIGN * ALIGN
     h_stride_b = h_stride_b // ALIGN * ALIGN
     weight_ih_stride, weight_hh_stride = weight_ih_stride // ALIGN * ALIGN, weight_hh_stride // ALIGN * ALIGN
 
-    # This program's tile. Units past the end read the last unit's weights, and are not stored. Weights have under 2^31 elements.
+    # This program's tile. Units past the end read the last unit's weights, and are not stored. Weights have under 2^31
+    # elements, so their offsets are 32-bit.
     i_unit = (tl.program_id(0) % TILES) * BLOCK_HIDDEN + tl.arange(0, BLOCK_HIDDEN)
     i_batch = (tl.program_id(0) // TILES) * BLOCK_BATCH + tl.arange(0, BLOCK_BATCH).to(tl.int64)
     m_out = (i_batch < batch)[:, None] & (i_unit < HIDDEN)[None, :]
@@ -190,7 +204,7 @@ def gru_cell_vector(
     zero = tl.zeros((BLOCK_BATCH, BLOCK_HIDDEN, LANES), tl.float32)
     s_r, s_z, s_x, s_h = zero, zero, zero, zero
 
-    # What the end needs, in flight while the products are made.
+    # The old state and the biases are needed at the end. Loaded here, they arrive while the products are made.
     before = tl.load(h + i_batch[:, None] * h_stride_b + i_unit[None, :], mask=m_out, other=0)
     if BIAS:
         m_unit = i_unit < HIDDEN

@@ -4,8 +4,9 @@
 `python tune.py --render`.
 
 The gates of torch.nn.GRUCell (reset after the product), after the two library GEMMs:
-r = sigmoid(i_r + h_r), z = sigmoid(i_z + h_z), n = tanh(i_n + r h_n), h' = n + z (h - n).
-Float32 inside, one rounding at the store. Names: i_ index, m_ mask, p_ offset in elements.
+    r = sigmoid(i_r + h_r), z = sigmoid(i_z + h_z), n = tanh(i_n + r h_n), h' = n + z (h - n).
+A program computes BLOCK_HIDDEN units of BLOCK_BATCH rows. Arithmetic is in float32, and the result is rounded once, at
+the store. Names: i_ index, m_ mask, p_ offset in elements.
 """
 
 import triton
@@ -14,9 +15,10 @@ import triton.language as tl
 
 @triton.jit
 def _tanh(x):
-    """Hyperbolic tangent: an odd polynomial near 0, else 1 - 2 / (1 + e^(2 x)), which is right at both ends, with no overflow to NaN.
+    """Hyperbolic tangent: an odd polynomial where |x| < 0.5, else 1 - 2 / (1 + e^(2 x)).
 
-    The second errs by a rounding of 1, which is much of a small result. The polynomial is within 2 roundings of its own.
+    Where e^(2 x) overflows, or is 0, the second formula gives 1, or -1, and not NaN. Its error is a rounding of 1,
+    which is much of a small result. The polynomial's error is within 2 roundings of its result.
     """
     y = x * x
     near = x * (1 + y * (-0.3333315 + y * (0.1332599 + y * (-0.05305295 + y * 0.01725699))))
@@ -42,10 +44,12 @@ def gru_gates_nobias_inplace(
     BLOCK_BATCH: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
 ):
-    # A state that is overwritten has the strides of its caller: 64-bit offsets of features too. A stride of 1 is a constant.
+    # The caller chooses the strides of a state that is overwritten, so offsets of features are 64-bit too. Triton makes
+    # a stride of 1 a constant, which is no tensor.
     if isinstance(h_stride_d, tl.tensor):
         h_stride_d = h_stride_d.to(tl.int64)
-    # Both GEMMs have read h before this kernel starts, and a program reads its own elements before it writes them.
+    # Safe in place: both GEMMs have read h before this kernel starts, and a program reads its own elements before it
+    # writes them.
     out, out_stride_b, out_stride_d = h, h_stride_b, h_stride_d
     if isinstance(out_stride_d, tl.tensor):
         out_stride_d = out_stride_d.to(tl.int64)

@@ -3,16 +3,21 @@
 @generated from templates/gru_backward.py.jinja. Do not edit: change the template, then run
 `python tune.py --render`.
 
-The gradient of the recurrence of torch.nn.GRU over a whole sequence, in one launch, from its last step to its first.
-Of a step h' = n + z (h - n), n = tanh(i_n + r h_n), with r = sigmoid(i_r + h_r), z = sigmoid(i_z + h_z), and with d for
-the gradient of h', that of the output and of the step after it together:
+The gradient of the recurrence of torch.nn.GRU over a whole sequence, in one launch, from the last step of each row to
+its first: step 0 is a row's last one. A step of the forward is
+    r = sigmoid(i_r + h_r), z = sigmoid(i_z + h_z), n = tanh(i_n + r h_n), h' = n + z (h - n).
+With d the gradient of h', the sum of that of the output and that from the step after it in time, the gradients of what
+tanh and the two sigmoids are taken of, and of h_n, are
     d_n = d (1 - z) (1 - n^2), d_z = d (h - n) z (1 - z), d_r = d_n h_n r (1 - r), d_h = d_n r,
-and the gradient of h is d z + (d_h, d_r, d_z) @ weight_hh, its rows in the order n, r, z. All but d is known before the
-launch. A program owns BLOCK_HIDDEN units in one direction, and keeps their columns of weight_hh on chip for all steps;
-of tiles of BLOCK_BATCH rows it has one, or several in turn. d_h, d_r and d_z go to grads, where the other programs of
-the rows wait for them (_wait). Step 0 is a row's last one; at the step after its last one it has only what the others
-sent, and its gradient of h_0. All programs must be on the GPU at once: a cooperative launch. Float32 inside and for a
-unit's own gradient, one rounding at the store. Names: i_ index, m_ mask, p_ pointer or offset in elements, w_ weights.
+and the gradient of h is d z + (d_h, d_r, d_z) @ weight_hh, with the rows of weight_hh in the order n, r, z. All but d
+is known before the launch.
+
+A program owns BLOCK_HIDDEN units in one direction, and keeps their columns of weight_hh on chip for all steps. It has
+one tile of BLOCK_BATCH rows, or several in turn. It stores d_h, d_r and d_z of its units to grads: the message of a
+step, for which the other programs of the rows wait (_wait). One step after its last one, a row only receives a message,
+and stores the gradient of its h_0. Where programs wait for each other, all must be on the GPU at once: a cooperative
+launch. Arithmetic is in float32, and so is the gradient that a program keeps of its own units; what it stores is
+rounded once. Names: i_ index, m_ mask, p_ pointer or offset in elements, w_ weights.
 """
 
 import triton
@@ -21,9 +26,10 @@ import triton.language as tl
 
 @triton.jit
 def _tanh(x):
-    """Hyperbolic tangent: an odd polynomial near 0, else 1 - 2 / (1 + e^(2 x)), which is right at both ends, with no overflow to NaN.
+    """Hyperbolic tangent: an odd polynomial where |x| < 0.5, else 1 - 2 / (1 + e^(2 x)).
 
-    The second errs by a rounding of 1, which is much of a small result. The polynomial is within 2 roundings of its own.
+    Where e^(2 x) overflows, or is 0, the second formula gives 1, or -1, and not NaN. Its error is a rounding of 1,
+    which is much of a small result. The polynomial's error is within 2 roundings of its result.
     """
     y = x * x
     near = x * (1 + y * (-0.3333315 + y * (0.1332599 + y * (-0.05305295 + y * 0.01725699))))
@@ -37,7 +43,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _round_tf32(x, PRECISION: tl.constexpr):
-    """To the nearest TF32, since the tensor cores only cut the low 13 bits off; NaN stays NaN, its bits could overflow."""
+    """To the nearest TF32: tensor cores only cut the low 13 bits off. NaN, whose bits could overflow, stays NaN."""
     if PRECISION == "tf32":
         x = tl.where(x == x, (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True), x)
     return x
@@ -45,13 +51,15 @@ def _round_tf32(x, PRECISION: tl.constexpr):
 
 @triton.constexpr_function
 def _wait_assembly(bits, width, loads, first, some):
-    """PTX: load ``loads`` times ``width`` elements of so many bits, until none of them is all ones.
+    """PTX: load ``loads`` times ``width`` elements of so many bits, again and again until none has all bits set.
 
-    ``first``: what is loaded before it is looked at for the first time: "all" of them; "one", again and again, then all; or
-    "none", which were loaded before. ``some``: a load is left out unless its last element is to be waited for; otherwise
-    all are unless the last one of all is. Operands, in the order of _wait_operands: the elements, in words of 32 bits; the
-    same, as they are if nothing is waited for; a pointer for each element, of which the first of a load counts; for each
-    element whether to wait. The largest element tells whether one is all ones; max.u16x2 (sm_90) takes two halves at once.
+    An element with all bits set is not stored yet. ``first`` says what is loaded before the first look: "all" loads;
+    "one" load, again and again until it is there, and then all; or "none", since the elements were loaded before. With
+    ``some``, each load is left out by itself unless its last element is to be waited for; otherwise all loads are left
+    out unless the last element of the last one is. Operands, in the order of _wait_operands: the results, in words of
+    32 bits; the same words as they are if nothing is waited for; a pointer for each element, of which only the first of
+    a load is used; for each element, whether to wait. One maximum finds an element with all bits set, since that is the
+    largest number; max.u16x2 (sm_90) takes two halves of a word at once.
     """
     words = width * bits // 32
     count = words * loads
@@ -90,7 +98,7 @@ def _wait_assembly(bits, width, loads, first, some):
 
 @triton.constexpr_function
 def _wait_operands(bits, width, loads):
-    """The constraints of _wait_assembly: results in the registers of what is there if nothing is waited for."""
+    """The constraints of _wait_assembly. Results have the registers of the words as they are if nothing is awaited."""
     count = width * loads * bits // 32
     each = width * loads
     return ",".join(["=&r"] * count + [str(word) for word in range(count)] + ["l"] * each + ["r"] * each)
@@ -98,9 +106,9 @@ def _wait_operands(bits, width, loads):
 
 @triton.jit
 def _look(p_row, there, COLUMNS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr):
-    """[BLOCK_BATCH, WIDTH]: elements of a message from START on, as they are now; 0 behind its COLUMNS and if none is there."""
+    """[BLOCK_BATCH, WIDTH]: elements of messages from START on as they are now; 0 past COLUMNS and without one."""
     i_k = START + tl.arange(0, WIDTH)
-    # What alignment rows have because of their width, where the compiler cannot see it.
+    # The alignment that rows have because of their width, which the compiler cannot see.
     BYTES: tl.constexpr = COLUMNS * p_row.dtype.element_ty.primitive_bitwidth // 8
     ALIGNED: tl.constexpr = 16 if BYTES % 16 == 0 else (8 if BYTES % 8 == 0 else (4 if BYTES % 4 == 0 else 1))
     p = tl.multiple_of(p_row[:, None] + i_k[None, :], (1, ALIGNED))
@@ -111,8 +119,8 @@ def _look(p_row, there, COLUMNS: tl.constexpr, START: tl.constexpr, WIDTH: tl.co
 def _wait(
     x,  # what _look found
     p_row,  # [BLOCK_BATCH] pointers to the first element of a message
-    there,  # [BLOCK_BATCH] whether there is one
-    wait,  # [BLOCK_BATCH] whether it is still to come
+    there,  # [BLOCK_BATCH] whether the row has a message
+    wait,  # [BLOCK_BATCH] whether the message may not be stored yet
     COLUMNS: tl.constexpr,
     START: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -120,23 +128,29 @@ def _wait(
     THREADS: tl.constexpr,
     PAST: tl.constexpr,
 ):
-    """[BLOCK_BATCH, WIDTH]: elements of a message from START on, once they are there. How they are waited for:
+    """[BLOCK_BATCH, WIDTH]: elements of messages from START on, once they are stored.
 
-    EXCHANGE = "spin": until no 16 bytes hold the bits 11..1, with which grads was filled before the launch and which no
-        gradient has; the loop is in PTX, one for each thread, so that nothing else waits;
-    "poll": for the same with ordinary loads, on any GPU;
-    "counter": until all programs of the rows have counted themselves, before _look is called;
+    EXCHANGE says how a program waits for them:
+    "spin": until no element has all bits set, with which grads was filled before the launch and which no gradient has;
+        the loop is in PTX, one for each thread, so that no thread waits for another. A thread waits for all of its rows
+        or for none, so the rows of a tile must end at the same step;
+    "poll": as "spin", but with ordinary loads, on any NVIDIA GPU, and each row by itself;
+    "counter": the caller has waited until all programs of the rows have counted themselves;
     "none": not at all.
+
+    No memory model orders the loads of "spin" and "poll" after the stores of the step before. The compiled code keeps
+    that order, and tests check it: docs/decisions/0030.
     """
     dtype: tl.constexpr = p_row.dtype.element_ty
     BITS: tl.constexpr = dtype.primitive_bitwidth
     integer: tl.constexpr = tl.int16 if BITS == 16 else tl.int32
     if EXCHANGE == "spin":
-        # A thread has so many elements, of which it loads up to 16 bytes at a time, and eight loads at a time.
+        # A thread has EACH elements, and the assembly makes up to eight loads at a time, of up to 16 bytes each.
         EACH: tl.constexpr = (p_row.shape[0] * WIDTH) // THREADS
         LOAD: tl.constexpr = EACH if EACH < 128 // BITS else 128 // BITS
         LOADS: tl.constexpr = EACH // LOAD if EACH < 8 * LOAD else 8
-        # The same pointer for all elements of a load; behind the message its last ones again: the weights there are 0.
+        # All elements of a load have one pointer. Past the message it is that of the last elements: weights there are
+        # 0.
         i_k = START + tl.arange(0, WIDTH)
         p_load = p_row[:, None] + tl.minimum((i_k // LOAD) * LOAD, COLUMNS - LOAD)[None, :]
         x = x.to(integer, bitcast=True)
@@ -145,7 +159,7 @@ def _wait(
             _wait_operands(BITS, LOAD, LOADS),
             [x, p_load, wait[:, None].to(tl.int32)],
             dtype=x.dtype,
-            is_pure=True,  # or a change of its layout would run it once more
+            is_pure=True,  # otherwise a change of the result's layout would run it once more
             pack=LOAD * LOADS,
         )
         x = x.to(dtype, bitcast=True)
@@ -157,13 +171,14 @@ def _wait(
 
 @triton.jit
 def _operand(h, SPLITS: tl.constexpr, PRECISION: tl.constexpr):
-    """[BLOCK_BATCH, WIDTH] of h as the other factor, [SPLITS, WIDTH // SPLITS, BLOCK_BATCH]."""
+    """[BLOCK_BATCH, WIDTH] of h as the second factor of _dot, [SPLITS, WIDTH // SPLITS, BLOCK_BATCH]."""
     h = tl.reshape(_round_tf32(h, PRECISION), (h.shape[0], SPLITS, h.shape[1] // SPLITS))
     return tl.permute(h, (1, 2, 0))
 
 
 @triton.jit
 def _dot(w, h, acc, PRECISION: tl.constexpr):
+    # One product for each split, [BLOCK_HIDDEN, BLOCK_BATCH]: each warp multiplies its own part of the columns.
     return tl.dot(w, h, acc, input_precision=PRECISION)
 
 
@@ -171,8 +186,8 @@ def _dot(w, h, acc, PRECISION: tl.constexpr):
 def _total(acc):
     """The sum over the splits, [BLOCK_HIDDEN, BLOCK_BATCH].
 
-    Through tl.split, since that makes one conversion to a layout with all splits of an element in one thread;
-    a reduction across warps takes several times as long.
+    tl.split makes Triton convert once, to a layout in which one thread has all splits of an element. A reduction across
+    warps, as of tl.sum, takes several times as long.
     """
     SPLITS: tl.constexpr = acc.shape[0]
     acc = tl.permute(acc, (1, 2, 0))
@@ -209,7 +224,7 @@ def _token(
     stride_b,
     BACKWARD,
 ):
-    """[BLOCK_BATCH] offset of the token that a row takes at a step, in a tensor with these strides; int64."""
+    """[BLOCK_BATCH], int64: offset of the token that each row takes at a step, in a tensor with these strides."""
     # starts: first row of each step in the packed data; rows are sorted by length
     t = tl.where(BACKWARD, length - 1 - i_step, i_step)
     return (tl.load(starts + tl.minimum(tl.maximum(t, 0), seq - 1)) + i_batch) * stride_t
@@ -217,12 +232,13 @@ def _token(
 
 @triton.jit
 def _tile(i_tile, batch, BLOCK_BATCH: tl.constexpr, PAST: tl.constexpr):
-    """[BLOCK_BATCH] rows of a tile, and which of them are stored.
+    """The rows of a tile, [BLOCK_BATCH], and which of them are stored.
 
-    Rows past the end are not stored. All programs read a row from one place, which takes longer the more often they do. PAST:
-    "others": they are the tile's other rows in turn; if all were the last one, a step would take up to half as long again;
-    "last": the last row again. Where tiles take turns, finding the others at each turn takes longer than it saves;
-    "unread": none of them is read from the state (_wait), where a tile has few rows.
+    Rows past the end of the batch are not stored, and existing rows are read in their place. All programs read a row
+    from one place, and the more often they read it the longer that takes. PAST says what is read:
+    "others": the tile's existing rows in turn; if all were the last row, a step would take up to half as long again;
+    "last": the last row again; where tiles take turns, finding the others at each turn takes longer than it saves;
+    "unread": the last row again, but nothing of the state (_wait leaves these rows out); for tiles with few rows.
     """
     i_row = tl.arange(0, BLOCK_BATCH)
     i_batch = i_tile * BLOCK_BATCH + i_row
@@ -236,10 +252,10 @@ def _tile(i_tile, batch, BLOCK_BATCH: tl.constexpr, PAST: tl.constexpr):
 
 @triton.jit
 def _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH: tl.constexpr, PAST: tl.constexpr):
-    """Of the rows of a tile: i_batch, m_batch, length, start; i_spare and its start and length, see below.
+    """For the rows of a tile: i_batch, m_batch, length, start; and i_spare, the spare row, with its start and length.
 
-    Rows past the end are as in _tile. A row without a token reads what another one does, i_spare: all rows that a
-    thread looks at must be waited for alike.
+    Rows past the end are as in _tile. A row without a token reads the state of the spare row, which has tokens if a row
+    of the tile has: all rows that a thread looks at must wait alike.
     """
     i_batch, m_batch = _tile(i_tile, batch, BLOCK_BATCH, PAST)
     return i_batch, m_batch, tl.load(all_lengths + i_batch), all_starts, 0, 0, 0
@@ -247,7 +263,7 @@ def _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH: tl.constexpr
 
 @triton.jit
 def _last_step(t_end, i_set, sets, turns, batch, all_lengths, BLOCK_BATCH: tl.constexpr):
-    """The step before which a program ends: that of the launch, or sooner if all its rows are shorter."""
+    """The step before which a program ends: t_end of the launch, or the length of its longest row if that is less."""
     longest = 0
     for i_turn in range(turns):
         i_batch = (i_set + i_turn * sets) * BLOCK_BATCH + tl.arange(0, BLOCK_BATCH)
@@ -266,10 +282,11 @@ def _columns(
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """[SPLITS, BLOCK_HIDDEN, WIDTH // SPLITS] of weight_hh, its rows in the order of a message: n, r, z."""
+    """[SPLITS, BLOCK_HIDDEN, WIDTH // SPLITS] of weight_hh, with its rows in the order of a message: n, r, z."""
     PART: tl.constexpr = WIDTH // SPLITS
     i_k = START + tl.arange(0, SPLITS)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
     i_unit = i_hidden[None, :, None]
+    # weight_hh itself has the rows of n last.
     i_row = tl.where(i_k < HIDDEN, i_k + 2 * HIDDEN, i_k - HIDDEN)
     mask = (i_unit < HIDDEN) & (i_k < 3 * HIDDEN)
     return _round_tf32(tl.load(p + i_row * HIDDEN + i_unit, mask=mask, other=0), PRECISION)
@@ -296,9 +313,9 @@ def _terms(
     mask,
     HIDDEN: tl.constexpr,
 ):
-    """What a step is made of, as it was stored, and which elements have such a step; 0 where there is none.
+    """What was stored for a step, 0 where there is no such step; and which elements have the step.
 
-    What x and what h give to r, z and n, the state before the step, and the gradient of the output.
+    That is what x and what h give to r, z and n, the state before the step, and the gradient of the output.
     """
     i_token = _token(i_step, i_batch, length, seq, start, token_stride_t, token_stride_b, AGAINST)
     p_grad = _token(i_step, i_batch, length, seq, start, grad_out_stride_t, grad_out_stride_b, AGAINST)
@@ -317,7 +334,7 @@ def _terms(
 
 @triton.jit
 def _factors(x_r, x_z, x_n, h_r, h_z, h_n, h, d, b_r, b_z, b_x, b_h):
-    """Of a step: r, z; what d is multiplied by for d_n and for d_z, and d_n for d_r; the gradient of the output."""
+    """r, z, f_n, f_z and f_r of a step, where d_n = d f_n, d_z = d f_z, d_r = d_n f_r; the gradient of its output."""
     r = _sigmoid(x_r.to(tl.float32) + h_r.to(tl.float32) + b_r)
     z = _sigmoid(x_z.to(tl.float32) + h_z.to(tl.float32) + b_z)
     part = h_n.to(tl.float32) + b_h
@@ -330,22 +347,22 @@ def _factors(x_r, x_z, x_n, h_r, h_z, h_n, h, d, b_r, b_z, b_x, b_h):
 
 @triton.jit
 def _rounded(x, dtype: tl.constexpr):
-    """In the dtype of a message; NaN gets one pattern of bits, which is not the one that readers wait to see go away."""
+    """In the dtype of a message. Every NaN becomes one pattern of bits, since all ones mean "not stored yet"."""
     bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
     return bits.to(tl.float32, bitcast=True).to(dtype)
 
 
 @triton.jit(do_not_specialize=["tokens", "batch", "seq", "sets", "t_begin", "t_end"])
 def gru_packed_backward_split(
-    gates,  # 3 * HIDDEN a token, of each direction: i_r, i_z, i_n without biases
-    hidden,  # the same of h
-    before,  # HIDDEN a token, of each direction: the state before its step
+    gates,  # 3 * HIDDEN a token and direction: i_r, i_z, i_n without biases
+    hidden,  # as gates: h_r, h_z, h_n without biases
+    before,  # HIDDEN a token and direction: the state before its step
     weight_hh,  # [DIRECTIONS, 3 * HIDDEN, HIDDEN]
     bias_ih,  # [DIRECTIONS, 3 * HIDDEN]; any pointer if not BIAS
     bias_hh,
     grad_out,  # DIRECTIONS * HIDDEN a token
     grad_h_n,  # [DIRECTIONS, batch, HIDDEN]
-    grads,  # 4 * HIDDEN a token, of each direction: d_h, d_r, d_z, d_n
+    grads,  # 4 * HIDDEN a token and direction: d_h, d_r, d_z, which are the message, and d_n
     grad_h_0,  # as grad_h_n
     states,  # float32 [DIRECTIONS, batch, HIDDEN], contiguous, of any content; any pointer for one turn and one launch
     counters,  # int32, 32 for each tile of rows, 0 before the launch; any pointer if nothing is counted
@@ -354,8 +371,8 @@ def gru_packed_backward_split(
     tokens,
     batch,
     seq,
-    sets,  # programs that share out the tiles of rows, for each tile of units
-    t_begin,  # the steps of this launch, of seq + 1: all, where no launch of one program each is a barrier
+    sets,  # programs that share the tiles of rows among them, for each tile of units and direction
+    t_begin,  # steps t_begin to t_end - 1 of seq + 1: all, or one where a launch for each step is the barrier
     t_end,
     token_stride_t,  # from one token to the next, in tokens
     token_stride_b,
@@ -375,14 +392,14 @@ def gru_packed_backward_split(
     BLOCK_HIDDEN: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     SPLITS: tl.constexpr,
-    WIDTH_0: tl.constexpr,  # a message's columns, in pieces whose widths are powers of two; a width of 0 is no piece
+    WIDTH_0: tl.constexpr,  # widths of up to three pieces of a message, powers of two; 0: no such piece
     WIDTH_1: tl.constexpr,
     WIDTH_2: tl.constexpr,
     EXCHANGE: tl.constexpr,
     EARLY: tl.constexpr,  # the terms of the next turn are loaded before waiting for a message, not after it
-    IN_TURN: tl.constexpr,  # a program has several tiles of rows
+    IN_TURN: tl.constexpr,  # a program has several tiles of rows, in turn at each step
     THREADS: tl.constexpr,
-    PAST: tl.constexpr,  # what rows past the end of a tile are: see _tile
+    PAST: tl.constexpr,  # what is read in the place of rows past the end of the batch: see _tile
 ):
     dtype: tl.constexpr = grads.dtype.element_ty
     unit_tiles: tl.constexpr = (HIDDEN + BLOCK_HIDDEN - 1) // BLOCK_HIDDEN
@@ -395,7 +412,7 @@ def gru_packed_backward_split(
         turns = (row_tiles - i_set + sets - 1) // sets
     else:
         turns = 1
-    # From a row's last step to its first: the direction that goes forward is taken against the tokens' order.
+    # Steps go from a row's last one to its first, so the forward direction is taken against the tokens' order.
     against = i_cell == 0 if DIRECTIONS == 2 else i_cell >= 0
 
     weight_hh += i_cell.to(tl.int64) * weight_hh_stride
@@ -405,16 +422,17 @@ def gru_packed_backward_split(
     if WIDTH_2 > 0:
         w_2 = _columns(weight_hh, i_hidden, HIDDEN, WIDTH_0 + WIDTH_1, WIDTH_2, SPLITS, PRECISION)
 
-    # One more than a row's steps.
+    # One step more than the longest row has, to receive the last message.
     t_stop = _last_step(t_end - 1, i_set, sets, turns, batch, all_lengths, BLOCK_BATCH) + 1
     i_batch, m_batch, length, start, _, _, _ = _rows(i_set, batch, seq, all_starts, all_lengths, BLOCK_BATCH, PAST)
     next_batch, next_length, next_start = i_batch, length, start
 
-    # The shape of results: j_hidden, j_batch, m_hidden, mask. The biases: b_r, b_z, b_x of x, b_h of h.
-    # Results are [BLOCK_HIDDEN, BLOCK_BATCH] where the columns are split, otherwise [BLOCK_BATCH, BLOCK_HIDDEN].
+    # Indices and masks of results: j_hidden, j_batch, m_hidden, mask. Biases: b_r, b_z, and b_x and b_h of n.
+    # Results are [BLOCK_HIDDEN, BLOCK_BATCH] if warps split the columns, else [BLOCK_BATCH, BLOCK_HIDDEN].
     j_hidden, j_batch = i_hidden[:, None], i_batch[None, :]
     m_hidden = (i_hidden < HIDDEN)[:, None]
     mask = m_hidden & m_batch[None, :]
+    # The two biases of n stay apart: r multiplies only that of h.
     b_r = tl.zeros(mask.shape, tl.float32)
     b_z = tl.zeros(mask.shape, tl.float32)
     b_x = tl.zeros(mask.shape, tl.float32)
@@ -466,7 +484,7 @@ def gru_packed_backward_split(
             given = tl.load(
                 grad_h_n + j_batch.to(tl.int64) * grad_h_n_stride_b + j_hidden, mask=mask & (i_step == 0), other=0
             )
-            tl.debug_barrier()  # threads may read of states what others wrote
+            tl.debug_barrier()  # a thread may read what another thread of this program stored to states
             own = tl.where(i_step > 0, tl.load(p_own, mask=mask & (i_step > 0), other=0), given.to(tl.float32))
             i_next = i_set + ((i_turn + 1) % turns) * sets
             next_batch, m_next_batch, next_length, next_start, _, _, _ = _rows(
@@ -480,7 +498,8 @@ def gru_packed_backward_split(
                 next_mask, HIDDEN,
             )  # fmt: skip
 
-        # The message of the last step: d_h, d_r and d_z of all units. A row that ended before has none, the first step neither.
+        # The message of the step before: d_h, d_r and d_z of all units. Step 0 has none, nor has a row that has ended.
+        # A message that an earlier launch stored is not waited for.
         m_had = (i_step > 0) & (i_step <= length)
         if PAST == "unread":
             m_had &= m_batch
@@ -489,11 +508,14 @@ def gru_packed_backward_split(
         i_token = _token(i_last, i_batch, length, seq, start, token_stride_t, token_stride_b, against)
         p_message = grads + i_token * (4 * HIDDEN)
         if EXCHANGE == "counter":
+            # Each of the unit_tiles programs of these rows adds 1 after it has stored a message (release). Once the
+            # count has reached all earlier steps of this launch (acquire), the messages are visible; the barrier holds
+            # all threads until then.
             if i_step > t_begin:
                 while tl.atomic_add(counter, 0, sem="acquire") < unit_tiles * (i_step - t_begin):
                     pass
                 tl.debug_barrier()
-        # Behind the first piece the others most likely are there: they are looked for together, and waited for if not.
+        # Once the first piece is there, the others most likely are too: load both, then wait for what is not there.
         COLUMNS: tl.constexpr = 3 * HIDDEN
         d_0 = _look(p_message, m_had, COLUMNS, 0, WIDTH_0)
         d_0 = _wait(d_0, p_message, m_had, m_wait, COLUMNS, 0, WIDTH_0, EXCHANGE, THREADS, PAST)
@@ -519,7 +541,8 @@ def gru_packed_backward_split(
             acc = _dot(w_2, _operand(d_2, SPLITS, PRECISION), acc, PRECISION)
         own += _total(acc)
 
-        # The gradient of the state after the step; behind a row's first step, that of h_0.
+        # own is now the gradient of the state after the step, without that of the output; one step after a row's last,
+        # that of h_0.
         p_first = grad_h_0 + j_batch.to(tl.int64) * grad_h_0_stride_b + j_hidden
         tl.store(p_first, own.to(dtype), mask=mask & (i_step == length)[None, :])
         d_all = own + g_out
@@ -532,8 +555,9 @@ def gru_packed_backward_split(
         tl.store(p_grads + HIDDEN, _rounded(d_n * f_r, dtype), mask=m_now)
         tl.store(p_grads + 2 * HIDDEN, _rounded(d_all * f_z, dtype), mask=m_now)
         if EXCHANGE == "counter":
-            tl.debug_barrier()
+            tl.debug_barrier()  # all threads have stored
             tl.atomic_add(counter, 1, sem="release")
+        # d_n is no part of the message: no program waits for it.
         tl.store(p_grads + 3 * HIDDEN, d_n.to(dtype), mask=m_now)
         own = tl.where(m_now, d_all * z, own)
         if IN_TURN:

@@ -4,10 +4,13 @@
 `python tune.py --render`.
 
 The recurrence of torch.nn.GRU (reset after the product) over a whole sequence, in one launch:
-r = sigmoid(i_r + h_r), z = sigmoid(i_z + h_z), n = tanh(i_n + r h_n), h' = n + z (h - n), where i = x @ weight_ih.T
-is given. A program has one row of the batch in one direction, and all weights of h in registers: a thread those of one unit, for
-all columns or a half of them. So a step is one trip through shared memory, and no program waits for another. Float32
-inside, also the state that is multiplied; one rounding at the store.
+    r = sigmoid(i_r + h_r), z = sigmoid(i_z + h_z), n = tanh(i_n + r h_n), h' = n + z (h - n),
+where i = x @ weight_ih.T is given and (h_r, h_z, h_n) = h @ weight_hh.T; the kernel adds the biases.
+
+A program has one row of the batch in one direction, and all weights of h in registers: a thread holds those of one
+unit, for all columns or one half of them. So the state makes one trip through shared memory at each step, and no
+program waits for another. Arithmetic is in float32, and so is the state that is multiplied; the output is rounded once,
+at the store.
 Names: i_ index, m_ mask, p_ pointer or offset in elements, w_ weights of h.
 """
 
@@ -17,7 +20,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["batch", "seq", "weight_hh_stride_k"])
 def gru_packed_layer_row(
-    gates,  # x @ weight_ih.T, 3 * HIDDEN a token, gates in the order r, z, n; for each direction
+    gates,  # x @ weight_ih.T, 3 * HIDDEN a token and direction, gates in the order r, z, n
     weight_hh,  # [DIRECTIONS, 3 * HIDDEN, HIDDEN]
     bias_ih,  # [DIRECTIONS, 3 * HIDDEN]; any pointer if not BIAS
     bias_hh,
@@ -32,7 +35,7 @@ def gru_packed_layer_row(
     gates_stride_t,
     gates_stride_b,
     weight_hh_stride,
-    weight_hh_stride_k,  # 1
+    weight_hh_stride_k,  # 1, which the compiler must not know: see _weights
     bias_ih_stride,
     bias_hh_stride,
     h_0_stride_l,
@@ -45,7 +48,7 @@ def gru_packed_layer_row(
     DIRECTIONS: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
-    PACK: tl.constexpr,  # weights that are loaded at a time, as one integer; 1: each by itself
+    PACK: tl.constexpr,  # weights that are loaded as one integer of 8 bytes; 1: each by itself
 ):
     dtype: tl.constexpr = out.dtype.element_ty
     i_program = tl.program_id(0)
@@ -80,14 +83,16 @@ def gru_packed_layer_row(
     p_h_0 = h_0 + i_cell * h_0_stride_l + i_batch.to(tl.int64) * h_0_stride_b + i_hidden
     own = tl.load(p_h_0, mask=mask, other=0).to(tl.float32)
 
-    # What memory gives arrives two steps after it was asked for, in registers of its own: a copy would wait for it.
+    # Gates are loaded two steps ahead, to two sets of registers (x_ and y_), which steps use in turn: copying one set
+    # to the other would wait for the loads.
     x_r, x_z, x_n, x_token = _coming(
         gates, 0, i_batch, length, seq, starts, gates_stride_t, gates_stride_b, backward, i_hidden, HIDDEN
     )
     y_r, y_z, y_n, y_token = _coming(
         gates, 1, i_batch, length, seq, starts, gates_stride_t, gates_stride_b, backward, i_hidden, HIDDEN
     )
-    # A loop that is no "for", or Triton computes the state in two layouts to save a trip through shared memory, for twice the work.
+    # Not a "for" loop: in one, Triton computes the state in two layouts, which saves a trip through shared memory but
+    # is twice the work.
     i_step = 0
     while i_step < length:
         i_next = i_step + 2
@@ -105,7 +110,7 @@ def gru_packed_layer_row(
         y_r, y_z, y_n, y_token = _coming(
             gates, i_next, i_batch, length, seq, starts, gates_stride_t, gates_stride_b, backward, i_hidden, HIDDEN
         )
-        there = i_step < length  # not after an odd number of steps
+        there = i_step < length  # false behind the last step, if the number of steps is odd
         after = _step(own, r + b_r, z + b_z, n + b_x, b_h, w_r, w_z, w_n)
         p_out = _place(token, i_step, i_batch, length, seq, starts, out_stride_t, out_stride_b, backward)
         tl.store(out + p_out + i_hidden, after.to(dtype), mask=mask & there)
@@ -125,12 +130,13 @@ def _weights(
     BLOCK_HIDDEN: tl.constexpr,
     PACK: tl.constexpr,
 ):
-    """[BLOCK_HIDDEN, 2, BLOCK_HIDDEN // 2]: a gate's weights in two halves of the columns.
+    """[BLOCK_HIDDEN, 2, BLOCK_HIDDEN // 2]: a gate's weights, with the columns in two halves.
 
-    A thread has all columns of a half, and so adds up without the others: that needs the units first in the order of threads, then
-    the halves. Triton orders axes by how many neighbours in memory they are said to have; and since it does not know that
-    stride_k is 1, it takes no two elements at a time. Threads are then as far apart as rows, so each load takes as many trips
-    as there are threads: PACK elements are one integer of 8 bytes.
+    A thread shall have all columns of a half, so that it adds them up without other threads. For this, threads must run
+    along the units first, then along the halves. Triton orders the axes by how many neighbours in memory they are said
+    to have, which is why max_contiguous says (8, 4, 1); and since it does not know that stride_k is 1, it gives no
+    thread two elements of a row at a time. Threads then read addresses as far apart as rows, and a load takes as many
+    trips as there are threads. That is why PACK elements are loaded as one integer of 8 bytes.
     """
     HALF: tl.constexpr = BLOCK_HIDDEN // 2 // PACK
     i_k = tl.arange(0, 2)[None, :, None] * HALF + tl.arange(0, HALF)[None, None, :]
@@ -144,6 +150,7 @@ def _weights(
         if PACK == 2:
             parts = tl.join(_element(words, 0, p), _element(words, 1, p))
         else:
+            # Joined so that reshape puts elements 0, 1, 2, 3 in this order.
             even = tl.join(_element(words, 0, p), _element(words, 2, p))
             parts = tl.join(even, tl.join(_element(words, 1, p), _element(words, 3, p)))
         found = tl.reshape(parts, (BLOCK_HIDDEN, 2, BLOCK_HIDDEN // 2))
@@ -152,7 +159,7 @@ def _weights(
 
 @triton.jit
 def _element(words, INDEX: tl.constexpr, p):
-    """An element of each word of 8 bytes, of the type that p points to; in float32."""
+    """Element INDEX of each word of 8 bytes, which holds elements of the type that p points to; in float32."""
     dtype: tl.constexpr = p.dtype.element_ty
     BITS: tl.constexpr = dtype.primitive_bitwidth
     integer: tl.constexpr = tl.int16 if BITS == 16 else tl.int32
@@ -161,7 +168,7 @@ def _element(words, INDEX: tl.constexpr, p):
 
 @triton.jit
 def _step(own, x_r, x_z, x_n, b_h, w_r, w_z, w_n):
-    """[BLOCK_HIDDEN]: the state after a step, of the one before."""
+    """[BLOCK_HIDDEN]: the state after a step, from the one before (own) and what x and biases give to the gates."""
     h = tl.reshape(own, (2, own.shape[0] // 2))[None, :, :]
     r = _sigmoid(_sum(h * w_r) + x_r)
     z = _sigmoid(_sum(h * w_z) + x_z)
@@ -171,16 +178,17 @@ def _step(own, x_r, x_z, x_n, b_h, w_r, w_z, w_n):
 
 @triton.jit
 def _sum(products):
-    """[BLOCK_HIDDEN] of [BLOCK_HIDDEN, 2, BLOCK_HIDDEN // 2]: each part by the thread that has it, then both."""
+    """[BLOCK_HIDDEN, 2, BLOCK_HIDDEN // 2] -> [BLOCK_HIDDEN]: each half summed by the thread that has it, then both."""
     first, second = tl.split(tl.sum(products, 2))
     return first + second
 
 
 @triton.jit
 def _tanh(x):
-    """Hyperbolic tangent: an odd polynomial near 0, else 1 - 2 / (1 + e^(2 x)), which is right at both ends, with no overflow to NaN.
+    """Hyperbolic tangent: an odd polynomial where |x| < 0.5, else 1 - 2 / (1 + e^(2 x)).
 
-    The second errs by a rounding of 1, which is much of a small result. The polynomial is within 2 roundings of its own.
+    Where e^(2 x) overflows, or is 0, the second formula gives 1, or -1, and not NaN. Its error is a rounding of 1,
+    which is much of a small result. The polynomial's error is within 2 roundings of its result.
     """
     y = x * x
     near = x * (1 + y * (-0.3333315 + y * (0.1332599 + y * (-0.05305295 + y * 0.01725699))))
@@ -203,7 +211,7 @@ def _token(
     stride_b,
     BACKWARD,
 ):
-    """[BLOCK_BATCH] offset of the token that a row takes at a step, in a tensor with these strides; int64."""
+    """[BLOCK_BATCH], int64: offset of the token that each row takes at a step, in a tensor with these strides."""
     # starts: first row of each step in the packed data; rows are sorted by length
     t = tl.where(BACKWARD, length - 1 - i_step, i_step)
     return (tl.load(starts + tl.minimum(tl.maximum(t, 0), seq - 1)) + i_batch) * stride_t
@@ -223,7 +231,7 @@ def _coming(
     i_hidden,
     HIDDEN: tl.constexpr,
 ):
-    """Of the token of a step: what x gives to r, z and n, 0 past the end; and which it is, if that is read from memory."""
+    """What x gives to r, z and n at a step, 0 past the end; and the step's token, 0 if it is not read from memory."""
     token = _token(i_step, i_batch, length, seq, starts, 1, 0, BACKWARD)
     p = gates + _place(token, i_step, i_batch, length, seq, starts, stride_t, stride_b, BACKWARD) + i_hidden
     mask = (i_hidden < HIDDEN) & (i_step < length)
@@ -235,5 +243,5 @@ def _coming(
 
 @triton.jit
 def _place(token, i_step, i_batch, length, seq, starts, stride_t, stride_b, BACKWARD):
-    """Offset of a token that ``_coming`` gave, in a tensor with these strides; int64."""
+    """Offset of a step's token, as ``_coming`` returned it, in a tensor with these strides; int64."""
     return token * stride_t

@@ -4,12 +4,15 @@
 `python tune.py --render`.
 
 The recurrence of torch.nn.GRU (reset after the product) over a whole sequence, in one launch:
-r = sigmoid(i_r + h_r), z = sigmoid(i_z + h_z), n = tanh(i_n + r h_n), h' = n + z (h - n), where i = x @ weight_ih.T
-is given. A program owns BLOCK_HIDDEN units in one direction, keeps their rows of weight_hh on chip for all steps, and
-takes several tiles of BLOCK_BATCH rows in turn at each step: for batches with more tiles than the GPU has room for
-programs. While it computes one tile, the others' states arrive. h' goes to the output, where the other programs of the
-tile wait for it (_wait); a unit's own state is kept in float32 in states, which only the program that wrote it reads.
-All programs must be on the GPU at once: a cooperative launch. Float32 inside, one rounding at the store.
+    r = sigmoid(i_r + h_r), z = sigmoid(i_z + h_z), n = tanh(i_n + r h_n), h' = n + z (h - n),
+where i = x @ weight_ih.T is given and (h_r, h_z, h_n) = h @ weight_hh.T; the kernel adds the biases.
+
+A program owns BLOCK_HIDDEN units in one direction, keeps their rows of weight_hh on chip for all steps, and takes
+several tiles of BLOCK_BATCH rows in turn at each step: for batches with more tiles than the GPU has room for programs.
+While it computes one tile, the others' states arrive. It stores h' of its units to the output, where the other programs
+of the tile wait for it (_wait), and in float32 to ``states``, which only the program that wrote it reads. Programs wait
+for each other, so all must be on the GPU at once: a cooperative launch. Arithmetic is in float32; what other programs
+read is rounded once, at the store.
 Names: i_ index, m_ mask, p_ pointer or offset in elements, w_ weights of h; a turn is one tile at one step.
 """
 
@@ -19,9 +22,10 @@ import triton.language as tl
 
 @triton.jit
 def _tanh(x):
-    """Hyperbolic tangent: an odd polynomial near 0, else 1 - 2 / (1 + e^(2 x)), which is right at both ends, with no overflow to NaN.
+    """Hyperbolic tangent: an odd polynomial where |x| < 0.5, else 1 - 2 / (1 + e^(2 x)).
 
-    The second errs by a rounding of 1, which is much of a small result. The polynomial is within 2 roundings of its own.
+    Where e^(2 x) overflows, or is 0, the second formula gives 1, or -1, and not NaN. Its error is a rounding of 1,
+    which is much of a small result. The polynomial's error is within 2 roundings of its result.
     """
     y = x * x
     near = x * (1 + y * (-0.3333315 + y * (0.1332599 + y * (-0.05305295 + y * 0.01725699))))
@@ -35,7 +39,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _round_tf32(x, PRECISION: tl.constexpr):
-    """To the nearest TF32, since the tensor cores only cut the low 13 bits off; NaN stays NaN, its bits could overflow."""
+    """To the nearest TF32: tensor cores only cut the low 13 bits off. NaN, whose bits could overflow, stays NaN."""
     if PRECISION == "tf32":
         x = tl.where(x == x, (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True), x)
     return x
@@ -43,13 +47,15 @@ def _round_tf32(x, PRECISION: tl.constexpr):
 
 @triton.constexpr_function
 def _wait_assembly(bits, width, loads, first, some):
-    """PTX: load ``loads`` times ``width`` elements of so many bits, until none of them is all ones.
+    """PTX: load ``loads`` times ``width`` elements of so many bits, again and again until none has all bits set.
 
-    ``first``: what is loaded before it is looked at for the first time: "all" of them; "one", again and again, then all; or
-    "none", which were loaded before. ``some``: a load is left out unless its last element is to be waited for; otherwise
-    all are unless the last one of all is. Operands, in the order of _wait_operands: the elements, in words of 32 bits; the
-    same, as they are if nothing is waited for; a pointer for each element, of which the first of a load counts; for each
-    element whether to wait. The largest element tells whether one is all ones; max.u16x2 (sm_90) takes two halves at once.
+    An element with all bits set is not stored yet. ``first`` says what is loaded before the first look: "all" loads;
+    "one" load, again and again until it is there, and then all; or "none", since the elements were loaded before. With
+    ``some``, each load is left out by itself unless its last element is to be waited for; otherwise all loads are left
+    out unless the last element of the last one is. Operands, in the order of _wait_operands: the results, in words of
+    32 bits; the same words as they are if nothing is waited for; a pointer for each element, of which only the first of
+    a load is used; for each element, whether to wait. One maximum finds an element with all bits set, since that is the
+    largest number; max.u16x2 (sm_90) takes two halves of a word at once.
     """
     words = width * bits // 32
     count = words * loads
@@ -88,7 +94,7 @@ def _wait_assembly(bits, width, loads, first, some):
 
 @triton.constexpr_function
 def _wait_operands(bits, width, loads):
-    """The constraints of _wait_assembly: results in the registers of what is there if nothing is waited for."""
+    """The constraints of _wait_assembly. Results have the registers of the words as they are if nothing is awaited."""
     count = width * loads * bits // 32
     each = width * loads
     return ",".join(["=&r"] * count + [str(word) for word in range(count)] + ["l"] * each + ["r"] * each)
@@ -97,7 +103,7 @@ def _wait_operands(bits, width, loads):
 @triton.jit
 def _wait(
     p_row,  # [BLOCK_BATCH] pointers to the first element of a row
-    wait,  # [BLOCK_BATCH] whether it is still to come
+    wait,  # [BLOCK_BATCH] whether the row may not be stored yet
     m_batch,  # [BLOCK_BATCH] whether there is such a row: see _tile
     HIDDEN: tl.constexpr,
     START: tl.constexpr,
@@ -106,15 +112,19 @@ def _wait(
     THREADS: tl.constexpr,
     PAST: tl.constexpr,
 ):
-    """[BLOCK_BATCH, WIDTH]: elements from START on of each row, once they are there; anything past HIDDEN.
+    """[BLOCK_BATCH, WIDTH]: elements of each row from START on, once they are stored; any value past HIDDEN.
 
-    The other programs of the rows write h' to the output, from where it is read at the next step. How it is waited for:
-    EXCHANGE = "spin": until no 16 bytes of it hold the bits 11..1, with which the output was filled before the launch
-        and which no result has; the loop is in PTX, one for each thread, so that nothing else waits;
-    "probe": for the same, first for one load of each thread, so that large tiles are not loaded in vain;
-    "poll": for the same with ordinary loads, on any GPU;
-    "counter": until all programs of the rows have counted themselves, before this is called;
+    The programs of the rows store h' to the output, and all of them read it from there at the next step. EXCHANGE says
+    how they wait for it:
+    "spin": until no element has all bits set, with which the output was filled before the launch and which no result
+        has; the loop is in PTX, one for each thread, so that no thread waits for another;
+    "probe": as "spin", but first for one load of each thread, so that large tiles are not loaded in vain;
+    "poll": as "spin", but with ordinary loads, on any NVIDIA GPU;
+    "counter": the caller has waited until all programs of the rows have counted themselves;
     "none": not at all.
+
+    No memory model orders the loads of "spin", "probe" and "poll" after the stores of the step before. The compiled
+    code keeps that order, and tests check it: docs/decisions/0030.
     """
     dtype: tl.constexpr = p_row.dtype.element_ty
     BITS: tl.constexpr = dtype.primitive_bitwidth
@@ -124,25 +134,27 @@ def _wait(
     if PAST == "unread":
         mask &= m_batch[:, None]
         wait &= m_batch
-    # What alignment rows have because of their width, where the compiler cannot see it (the caller sees to h_0's): it
-    # gives a thread as many neighbours, and _wait_assembly depends on that.
+    # The alignment that rows have because of their width, which the compiler cannot see (the caller sees to that of
+    # h_0). Because of it Triton gives a thread as many neighbouring elements, and _wait_assembly depends on that.
     BYTES: tl.constexpr = HIDDEN * BITS // 8
     ALIGNED: tl.constexpr = 16 if BYTES % 16 == 0 else (8 if BYTES % 8 == 0 else (4 if BYTES % 4 == 0 else 1))
     p = tl.multiple_of(p_row[:, None] + i_k[None, :], (1, ALIGNED))
     if EXCHANGE == "spin" or EXCHANGE == "probe":
-        # A thread has so many elements, of which it loads up to 16 bytes at a time, and eight loads at a time.
+        # A thread has EACH elements, and the assembly makes up to eight loads at a time, of up to 16 bytes each.
         EACH: tl.constexpr = (p_row.shape[0] * WIDTH) // THREADS
         LOAD: tl.constexpr = EACH if EACH < 128 // BITS else 128 // BITS
         LOADS: tl.constexpr = EACH // LOAD if EACH < 8 * LOAD else 8
+        # Rows that are not waited for. The layout of this load is that of the assembly's result, and its value an
+        # operand, which keeps the assembly behind it: docs/decisions/0016 and 0030.
         x = tl.load(p, mask=mask & (wait == 0)[:, None], other=0).to(integer, bitcast=True)
-        # The same pointer for all elements of a load; past HIDDEN the last ones again, for the weights there are 0.
+        # All elements of a load have one pointer. Past HIDDEN it is that of the last elements: weights there are 0.
         p_load = p_row[:, None] + tl.minimum((i_k // LOAD) * LOAD, HIDDEN - LOAD)[None, :]
         x = tl.inline_asm_elementwise(
             _wait_assembly(BITS, LOAD, LOADS, "one" if EXCHANGE == "probe" else "all", PAST == "unread"),
             _wait_operands(BITS, LOAD, LOADS),
             [x, p_load, wait[:, None].to(tl.int32)],
             dtype=x.dtype,
-            is_pure=True,  # or a change of its layout would run it once more
+            is_pure=True,  # otherwise a change of the result's layout would run it once more
             pack=LOAD * LOADS,
         )
         return x.to(dtype, bitcast=True)
@@ -156,7 +168,7 @@ def _wait(
 
 @triton.jit
 def _plain(p_row, HIDDEN: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr):
-    """As _wait, for rows that were there before the launch."""
+    """As _wait, for rows that were stored before the launch: plain loads."""
     i_k = START + tl.arange(0, WIDTH)
     return tl.load(p_row[:, None] + i_k[None, :], mask=(i_k < HIDDEN)[None, :], other=0)
 
@@ -171,7 +183,7 @@ def _weights(
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Three gates of [SPLITS, BLOCK_HIDDEN, WIDTH // SPLITS]: a warp multiplies its own part of the columns."""
+    """Weights of r, z, n, [SPLITS, BLOCK_HIDDEN, WIDTH // SPLITS] each: a warp multiplies its part of the columns."""
     PART: tl.constexpr = WIDTH // SPLITS
     i_k = START + tl.arange(0, SPLITS)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
     mask = (i_hidden < HIDDEN)[None, :, None] & (i_k < HIDDEN)
@@ -184,13 +196,14 @@ def _weights(
 
 @triton.jit
 def _operand(h, SPLITS: tl.constexpr, PRECISION: tl.constexpr):
-    """[BLOCK_BATCH, WIDTH] of h as the other factor, [SPLITS, WIDTH // SPLITS, BLOCK_BATCH]."""
+    """[BLOCK_BATCH, WIDTH] of h as the second factor of _dot, [SPLITS, WIDTH // SPLITS, BLOCK_BATCH]."""
     h = tl.reshape(_round_tf32(h, PRECISION), (h.shape[0], SPLITS, h.shape[1] // SPLITS))
     return tl.permute(h, (1, 2, 0))
 
 
 @triton.jit
 def _dot(w, h, acc, PRECISION: tl.constexpr):
+    # One product for each split, [BLOCK_HIDDEN, BLOCK_BATCH]: each warp multiplies its own part of the columns.
     return tl.dot(w, h, acc, input_precision=PRECISION)
 
 
@@ -198,8 +211,8 @@ def _dot(w, h, acc, PRECISION: tl.constexpr):
 def _total(acc):
     """The sum over the splits, [BLOCK_HIDDEN, BLOCK_BATCH].
 
-    Through tl.split, since that makes one conversion to a layout with all splits of an element in one thread;
-    a reduction across warps takes several times as long.
+    tl.split makes Triton convert once, to a layout in which one thread has all splits of an element. A reduction across
+    warps, as of tl.sum, takes several times as long.
     """
     SPLITS: tl.constexpr = acc.shape[0]
     acc = tl.permute(acc, (1, 2, 0))
@@ -227,7 +240,7 @@ def _total(acc):
 
 @triton.jit
 def _products(w_r, w_z, w_n, h, a_r, a_z, a_n, PRECISION: tl.constexpr):
-    """The three sums with the products of more columns."""
+    """The three sums, with the products of some more columns of h added."""
     return _dot(w_r, h, a_r, PRECISION), _dot(w_z, h, a_z, PRECISION), _dot(w_n, h, a_n, PRECISION)
 
 
@@ -242,7 +255,7 @@ def _token(
     stride_b,
     BACKWARD,
 ):
-    """[BLOCK_BATCH] offset of the token that a row takes at a step, in a tensor with these strides; int64."""
+    """[BLOCK_BATCH], int64: offset of the token that each row takes at a step, in a tensor with these strides."""
     # starts: first token of each row's sequence
     t = tl.where(BACKWARD, length - 1 - i_step, i_step)
     return (starts + tl.maximum(t, 0)) * stride_t
@@ -250,10 +263,11 @@ def _token(
 
 @triton.jit
 def _marks(resets, i_step, m_step, i_batch, length, seq, starts, stride_t, stride_b, BACKWARD):
-    """[BLOCK_BATCH]: not 0 where a row's state is reset on the way to a step; of ``m_step`` alone.
+    """[BLOCK_BATCH]: not 0 where a row's state is reset before a step; 0 outside of ``m_step``.
 
-    A reset of a token cuts between it and the one before. Against the tokens' order, the one that is left has it.
-    Bytes, as they are in memory: a comparison here would wait for them, a step before they are needed.
+    A token's mark cuts between this token and the one before. Against the tokens' order, a row crosses that cut when it
+    leaves the marked token, so the mark of the step before counts. The result is bytes, as they are in memory: a
+    comparison here would wait for them, a step before they are needed.
     """
     i_marked = i_step - tl.where(BACKWARD, 1, 0)
     p_marked = _token(i_marked, i_batch, length, seq, starts, stride_t, stride_b, BACKWARD)
@@ -263,12 +277,13 @@ def _marks(resets, i_step, m_step, i_batch, length, seq, starts, stride_t, strid
 
 @triton.jit
 def _tile(i_tile, batch, BLOCK_BATCH: tl.constexpr, PAST: tl.constexpr):
-    """[BLOCK_BATCH] rows of a tile, and which of them are stored.
+    """The rows of a tile, [BLOCK_BATCH], and which of them are stored.
 
-    Rows past the end are not stored. All programs read a row from one place, which takes longer the more often they do. PAST:
-    "others": they are the tile's other rows in turn; if all were the last one, a step would take up to half as long again;
-    "last": the last row again. Where tiles take turns, finding the others at each turn takes longer than it saves;
-    "unread": none of them is read from the state (_wait), where a tile has few rows.
+    Rows past the end of the batch are not stored, and existing rows are read in their place. All programs read a row
+    from one place, and the more often they read it the longer that takes. PAST says what is read:
+    "others": the tile's existing rows in turn; if all were the last row, a step would take up to half as long again;
+    "last": the last row again; where tiles take turns, finding the others at each turn takes longer than it saves;
+    "unread": the last row again, but nothing of the state (_wait leaves these rows out); for tiles with few rows.
     """
     i_row = tl.arange(0, BLOCK_BATCH)
     i_batch = i_tile * BLOCK_BATCH + i_row
@@ -297,7 +312,7 @@ def _gates(
     mask,
     HIDDEN: tl.constexpr,
 ):
-    """What x gives to the gates r, z and n of a step, and which elements have such a step; 0 where it is not used."""
+    """What x gives to r, z and n at a step, and which elements have that step; 0 for others, and without ``use``."""
     p_token = _token(i_step, i_batch, length, seq, starts, stride_t, stride_b, BACKWARD)
     m_step = i_step < tl.minimum(t_stop, length)
     p = gates + p_token[None, :] + j_hidden
@@ -310,10 +325,10 @@ def _gates(
 
 @triton.jit
 def _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH: tl.constexpr, PAST: tl.constexpr):
-    """Of the rows of a tile: i_batch, m_batch, length, start; i_spare and its start and length, see below.
+    """For the rows of a tile: i_batch, m_batch, length, start; and i_spare, the spare row, with its start and length.
 
-    Rows past the end are as in _tile. A row without a token reads what another one does, i_spare: all rows that a
-    thread looks at must be waited for alike.
+    Rows past the end are as in _tile. A row without a token reads the state of the spare row, which has tokens if a row
+    of the tile has: all rows that a thread looks at must wait alike.
     """
     i_batch, m_batch = _tile(i_tile, batch, BLOCK_BATCH, PAST)
     length = tl.load(all_lengths + i_batch)
@@ -324,7 +339,7 @@ def _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH: tl.constexpr
 
 @triton.jit
 def _last_step(t_end, i_set, sets, turns, batch, all_lengths, BLOCK_BATCH: tl.constexpr):
-    """The step before which a program ends: that of the launch, or sooner if all its rows are shorter."""
+    """The step before which a program ends: t_end of the launch, or the length of its longest row if that is less."""
     longest = 0
     for i_turn in range(turns):
         i_batch = (i_set + i_turn * sets) * BLOCK_BATCH + tl.arange(0, BLOCK_BATCH)
@@ -354,7 +369,7 @@ def _turn_gates(
     BLOCK_BATCH: tl.constexpr,
     PAST: tl.constexpr,
 ):
-    """_gates of a turn: what x gives to r, z and n, and which elements have such a step."""
+    """_gates of the tile and the step of a turn: what x gives to r, z and n, and which elements have the step."""
     i_tile = i_set + (i_turn % turns) * sets
     i_batch, m_batch, length, start, _, _, _ = _rows(i_tile, batch, seq, all_starts, all_lengths, BLOCK_BATCH, PAST)
     mask = m_hidden & m_batch[None, :]
@@ -366,7 +381,7 @@ def _turn_gates(
 
 @triton.jit(do_not_specialize=["batch", "seq", "sets", "t_begin", "t_end"])
 def gru_thd_turns_split_resets(
-    gates,  # x @ weight_ih.T, 3 * HIDDEN a token, gates in the order r, z, n; for each direction
+    gates,  # x @ weight_ih.T, 3 * HIDDEN a token and direction, gates in the order r, z, n
     weight_hh,  # [DIRECTIONS, 3 * HIDDEN, HIDDEN]
     bias_ih,  # [DIRECTIONS, 3 * HIDDEN]; any pointer if not BIAS
     bias_hh,
@@ -379,8 +394,8 @@ def gru_thd_turns_split_resets(
     all_lengths,  # [batch] int32, at most seq; any pointer likewise
     batch,
     seq,
-    sets,  # programs that share out the tiles of rows, for each tile of units
-    t_begin,  # the steps of this launch: all, where no launch of one program each is a barrier
+    sets,  # programs that share the tiles of rows among them, for each tile of units and direction
+    t_begin,  # steps t_begin to t_end - 1: all, or one where a launch for each step is the barrier
     t_end,
     gates_stride_d,
     gates_stride_t,
@@ -404,13 +419,13 @@ def gru_thd_turns_split_resets(
     BLOCK_HIDDEN: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     SPLITS: tl.constexpr,
-    WIDTH_0: tl.constexpr,  # the columns, in pieces whose widths are powers of two; a width of 0 is no piece
+    WIDTH_0: tl.constexpr,  # widths of up to three pieces of the columns, powers of two; 0: no such piece
     WIDTH_1: tl.constexpr,
     WIDTH_2: tl.constexpr,
     EXCHANGE: tl.constexpr,
     EARLY: tl.constexpr,  # always: the gates of the next turn are loaded before waiting for h
     THREADS: tl.constexpr,
-    PAST: tl.constexpr,  # what rows past the end of a tile are: see _tile
+    PAST: tl.constexpr,  # what is read in the place of rows past the end of the batch: see _tile
 ):
     dtype: tl.constexpr = out.dtype.element_ty
     unit_tiles: tl.constexpr = (HIDDEN + BLOCK_HIDDEN - 1) // BLOCK_HIDDEN
@@ -432,11 +447,12 @@ def gru_thd_turns_split_resets(
     t_stop = _last_step(t_end, i_set, sets, turns, batch, all_lengths, BLOCK_BATCH)
     i_batch, m_batch, length, starts, _, _, _ = _rows(i_set, batch, seq, all_starts, all_lengths, BLOCK_BATCH, PAST)
 
-    # The shape of results: j_hidden, j_batch, m_hidden, mask. The biases: b_r, b_z, b_x of x, b_h of h.
-    # Results are [BLOCK_HIDDEN, BLOCK_BATCH] where the columns are split, otherwise [BLOCK_BATCH, BLOCK_HIDDEN].
+    # Indices and masks of results: j_hidden, j_batch, m_hidden, mask. Biases: b_r, b_z, and b_x and b_h of n.
+    # Results are [BLOCK_HIDDEN, BLOCK_BATCH] if warps split the columns, else [BLOCK_BATCH, BLOCK_HIDDEN].
     j_hidden, j_batch = i_hidden[:, None], i_batch[None, :]
     m_hidden = (i_hidden < HIDDEN)[:, None]
     mask = m_hidden & m_batch[None, :]
+    # The two biases of n stay apart: r multiplies only that of h.
     b_r = tl.zeros(mask.shape, tl.float32)
     b_z = tl.zeros(mask.shape, tl.float32)
     b_x = tl.zeros(mask.shape, tl.float32)
@@ -475,12 +491,13 @@ def gru_thd_turns_split_resets(
         counter = counters + (i_cell * row_tiles + i_tile) * 32
         p_own = states + j_batch.to(tl.int64) * HIDDEN + j_hidden
 
-        # Where each row's state was left: by its last turn, by the last launch, or h_0.
+        # Each row's state before this step: in states if an earlier turn of this launch stored it; else where the last
+        # launch did, or h_0.
         first = i_step == t_begin
         kept = tl.minimum(t_begin, length)
         p_kept = _token(kept - 1, i_batch, length, seq, starts, out_stride_t, out_stride_b, backward)
         p_kept = tl.where(kept == 0, h_0 + i_batch.to(tl.int64) * h_0_stride_b, out + p_kept)
-        tl.debug_barrier()  # threads may read of states what others wrote
+        tl.debug_barrier()  # a thread may read a state that another thread of this program stored
         own = tl.load(p_own, mask=mask & ((i_step > t_begin) & (length > t_begin))[None, :], other=0)
         before = tl.load(p_kept[None, :] + j_hidden, mask=mask & first, other=0)
         y_r, y_z, y_n, m_next = _turn_gates(
@@ -491,16 +508,21 @@ def gru_thd_turns_split_resets(
         a_z = a_r
         a_n = a_r
 
-        # What the last step gave, once it is there: h, h_1, h_2. Then r and z, and a_n.
+        # Wait for the state before this step: h, h_1, h_2. Compute r, z and the sum a_n.
         m_cut = i_step < length
         marks = _marks(resets, i_step, m_cut, i_batch, length, seq, starts, resets_stride_t, resets_stride_b, backward)
+        # A row that is reset before this step: its own state is 0, and so is what the products below give it.
         cut = (marks != 0)[None, :]
         own = tl.where(cut, 0, own)
         if not ALONE:
+            # Where each row's state is: h_0 before its first step, else the output of its last step. Neither h_0 nor
+            # what an earlier launch stored is waited for.
             done = tl.minimum(i_step, length)
             p_last = _token(done - 1, i_batch, length, seq, starts, out_stride_t, out_stride_b, backward)
             p_state = tl.where(done == 0, h_0 + i_batch.to(tl.int64) * h_0_stride_b, out + p_last)
             m_wait = (done > 0) & (i_step > t_begin)
+            # After the first step of the launch, a row without a token reads the state of the spare row: all rows that
+            # a thread looks at must wait alike.
             i_last = tl.minimum(i_step, spare_length) - 1
             p_spare = out + _token(
                 i_last, i_spare, spare_length, seq, spare_start, out_stride_t, out_stride_b, backward
@@ -508,6 +530,9 @@ def gru_thd_turns_split_resets(
             p_state = tl.where((length > 0) | (i_step == t_begin), p_state, p_spare)
             m_wait = (length >= 0) & (i_step > t_begin) & (tl.max(length, 0) > 0)
             if EXCHANGE == "counter":
+                # Each of the unit_tiles programs of these rows adds 1 after the stores of a step (release). Once the
+                # count has reached all earlier steps of this launch (acquire), the stores are visible; the barrier
+                # holds all threads until then.
                 if i_step > t_begin:
                     while tl.atomic_add(counter, 0, sem="acquire") < unit_tiles * (i_step - t_begin):
                         pass
@@ -524,14 +549,14 @@ def gru_thd_turns_split_resets(
                     _wait(p_state, m_wait, m_batch, HIDDEN, WIDTH_0 + WIDTH_1, WIDTH_2, EXCHANGE, THREADS, PAST),
                     SPLITS, PRECISION,
                 )  # fmt: skip
-        # The next step's marks; nothing reads them where tiles take turns. Loads come back in order, and marks come from
-        # memory: before the wait they would make it longer.
+        # Load the next step's marks behind the wait: loads return in order, and marks come from memory, so before
+        # the wait they would make it longer. Where tiles take turns, nothing reads these.
         m_cut = i_step + 1 < length
         marked = _marks(
             resets, i_step + 1, m_cut, i_batch, length, seq, starts, resets_stride_t, resets_stride_b, backward
         )
 
-        if not EARLY:
+        if not EARLY:  # else the caller has loaded them before the wait
             y_r, y_z, y_n, m_next = _gates(
                 gates, i_step + 1, t_stop, i_batch, length, seq, starts, gates_stride_t, gates_stride_b,
                 backward, use, j_hidden, mask, HIDDEN,
@@ -547,14 +572,16 @@ def gru_thd_turns_split_resets(
         own = tl.where(cut, 0, tl.where(first, before.to(tl.float32), own))
         n = _tanh(x_n + r * (tl.where(cut, 0, _total(a_n)) + b_h))
         after = n + z * (own - n)
-        # The new state: own, and what the other programs read.
+        # Store the new state: rounded for the other programs, then in float32 for this program's next turn of the tile.
+        # A row that has ended keeps its state.
         own = tl.where(m_now, after, own)
-        # NaN gets one pattern of bits, which is not the one that readers wait to see go away.
+        # Every NaN is stored as one pattern of bits, since all ones mean "not stored yet" to readers.
         bits = tl.where(own == own, own.to(tl.int32, bitcast=True), 0x7FC00000)
         rounded = bits.to(tl.float32, bitcast=True).to(dtype)
         p_out = _token(i_step, i_batch, length, seq, starts, out_stride_t, out_stride_b, backward)
         tl.store(out + p_out[None, :] + j_hidden, rounded, mask=m_now)
         if EXCHANGE == "counter":
+            # After the barrier all threads have stored; the release makes their stores visible to readers.
             tl.debug_barrier()
             tl.atomic_add(counter, 1, sem="release")
         tl.store(p_own, after, mask=m_now)
@@ -562,7 +589,8 @@ def gru_thd_turns_split_resets(
         m_now = m_next
 
     if t_end >= seq:
-        tl.debug_barrier()
+        tl.debug_barrier()  # as above
+        # h_n: rows without a step in this launch have their state where the last launch stored it, or in h_0.
         for i_turn in range(turns):
             i_tile = i_set + i_turn * sets
             i_batch, m_batch, length, starts, _, _, _ = _rows(

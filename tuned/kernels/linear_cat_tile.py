@@ -3,9 +3,9 @@
 @generated from templates/linear_cat.py.jinja. Do not edit: change the template, then run
 `python tune.py --render`.
 
-y = x @ weight.T + bias, where x is up to four inputs side by side, none of them copied. A program owns BLOCK_COLUMNS
-columns of BLOCK_ROWS rows of y and all of K. Float32 sums, one rounding at the store. Names: i_ index, m_ mask,
-p_ pointer, s sum.
+y = x @ weight.T + bias, where x is up to four inputs side by side, none of them copied. A program computes
+BLOCK_COLUMNS columns of BLOCK_ROWS rows of y over all of K, the columns of x. Sums are in float32, and the result is
+rounded once, at the store. Names: i_ index, m_ mask, p_ pointer, s sum.
 """
 
 import triton
@@ -29,10 +29,11 @@ def _segment(
     WIDTH3: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Block ``block`` of the inputs' columns, each input padded to whole blocks and none of them copied.
+    """Where block ``block`` of the columns of x0 to x3 lies: the inputs count as side by side, and none is copied.
 
-    Returns the input's address and row stride, the block's first column in it and in the weights, and how many of the
-    input's columns are left from there.
+    Each input is padded to whole blocks of BLOCK_K columns, so a block lies in one input; one of width 0 has no block.
+    Returns the input's pointer and row stride, the block's first column in that input and in the weights, and how many
+    columns the input has from there on: the caller masks the others.
     """
     BEFORE1: tl.constexpr = (WIDTH0 + BLOCK_K - 1) // BLOCK_K
     BEFORE2: tl.constexpr = BEFORE1 + (WIDTH1 + BLOCK_K - 1) // BLOCK_K
@@ -58,15 +59,16 @@ def _segment(
 
 @triton.jit
 def _nearest_tf32(a):
-    """Float32 values rounded to the 10 bits of fraction that TF32 keeps: the tensor cores cut the other 13 off."""
+    """Float32 values rounded to the nearest TF32, with 10 bits of fraction: tensor cores only cut off the other 13."""
     bits = (a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
     return tl.where(a == a, bits.to(tl.float32, bitcast=True), a)  # NaN stays NaN: its bits could overflow
 
 
 @triton.jit
 def _sum_parts(a, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[PARTS, ROWS, COLUMNS] -> its sum over PARTS, at most 8: one change of layout, then additions within threads."""
-    # tl.sum would reduce across warps, several times slower here.
+    """[PARTS, ROWS, COLUMNS] -> the sum over PARTS, at most 8: one change of layout, then additions within threads."""
+    # tl.split makes Triton convert to a layout in which one thread has all parts of an element. tl.sum would reduce
+    # across warps, which is several times slower here.
     a = tl.permute(a, (1, 2, 0))
     if PARTS == 8:
         even, odd = tl.split(tl.reshape(a, (ROWS, COLUMNS, 2, 2, 2)))
@@ -105,7 +107,7 @@ def linear_cat_tile(
     WIDTH3: tl.constexpr,
     COLUMNS: tl.constexpr,
     BIAS: tl.constexpr,
-    ALIGN: tl.constexpr,  # elements: what the strides of all that is read by rows are multiples of
+    ALIGN: tl.constexpr,  # in elements: divides the row strides of all inputs and of weight
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -122,10 +124,11 @@ def linear_cat_tile(
     MASKED: tl.constexpr = (WIDTH0 % BLOCK_K + WIDTH1 % BLOCK_K + WIDTH2 % BLOCK_K + WIDTH3 % BLOCK_K) > 0
     TILES: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     if PDL:
-        # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
+        # Dependent launch: the next kernel's programs may take places that fall free. This kernel reads and writes
+        # nothing before the previous one has ended.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # As multiples the compiler knows how wide loads may be.
+    # ALIGN divides these strides: they keep their values, and the compiler knows how wide loads may be.
     x0_stride, x1_stride = x0_stride // ALIGN * ALIGN, x1_stride // ALIGN * ALIGN
     x2_stride, x3_stride = x2_stride // ALIGN * ALIGN, x3_stride // ALIGN * ALIGN
     weight_stride = weight_stride // ALIGN * ALIGN
@@ -142,7 +145,7 @@ def linear_cat_tile(
     i_row = i_row_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
     m_out = (i_row < rows)[:, None] & (i_column < COLUMNS)[None, :]
     i_weight = tl.minimum(i_column, COLUMNS - 1)
-    if BIAS:  # in flight while the products are made
+    if BIAS:  # loaded here, it arrives while the products are made
         b = tl.load(bias + i_column, mask=i_column < COLUMNS, other=0)
 
     k = tl.arange(0, BLOCK_K)

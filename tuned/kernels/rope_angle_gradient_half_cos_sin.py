@@ -3,11 +3,12 @@
 @generated from templates/rope_angle_gradient.py.jinja. Do not edit: change the template, then run
 `python tune.py --render`.
 
-The gradient of a rotation, of one tensor or two, and of its angles, in one launch. With grad that of the results and given what the
-forward read: that of the input is the transposed rotation of grad; that of a cosine is the sum over heads of grad times the feature
-that it multiplied, that of a sine likewise. A program has all heads of its tokens, and takes BLOCK_HEADS at a time; the sums of
-a token are taken in float32 and in one order: the same bits in each run. Of tokens that share angles they are added by what
-launches this. Names as in templates/rope.py.jinja; given: the forward's input, and its key.
+The gradients of a rotation's input, one tensor or two, and of its angles, in one launch. The input's gradient is the
+transposed rotation of grad, the gradient of the results. The gradient of a cosine is the sum over heads of grad times
+the feature of the forward's input that the cosine multiplied, and likewise for a sine. A program has all heads of its
+tokens, and takes BLOCK_HEADS at a time; it sums a token's gradients in float32 and in one order: the same bits in each
+run. If tokens share angles, the caller adds their gradients. Names as in templates/rope.py.jinja; given: the forward's
+input, and its key.
 """
 
 import triton
@@ -66,7 +67,8 @@ def _axis(
 ):
     """Which axis of the positions each pair takes its angle from: [PAIR_BLOCK].
 
-    Sections in a row: where those of axes 1, 2 and 3 begin. Interleaved: which third pairs are of axes 1 and 2, up to where.
+    Sections in a row: axes 1, 2 and 3 begin at pairs SECTION_1, SECTION_2 and SECTION_3. Interleaved: pairs 1, 4, 7 ...
+    below SECTION_1 are of axis 1, pairs 2, 5, 8 ... below SECTION_2 of axis 2, and all others of axis 0.
     """
     if SECTIONS_INTERLEAVED:
         first = (i_pair % 3 == 1) & (i_pair < SECTION_1)
@@ -78,7 +80,7 @@ def _axis(
 
 @triton.jit
 def _bounds(cu_seqlens, i_bound, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr):
-    """Where sequences begin among the tokens of this rank; past the last bound, a number larger than any."""
+    """Where sequences begin among the tokens of this rank; past the last bound, a number larger than any token's."""
     bound = tl.load(cu_seqlens + i_bound, mask=i_bound <= sequences, other=2147483647)
     if CONTEXT_PARALLEL:
         bound = tl.where(i_bound <= sequences, bound // cp_size, bound)
@@ -90,8 +92,8 @@ def _sequences(
     i_token, cu_seqlens, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr, STEPS: tl.constexpr, FAN: tl.constexpr
 ):
     """The sequence of each token, where it begins, and whether there is one: [BLOCK_TOKENS] each."""
-    # The last bound at or before each token, FAN places at a time: each step waits for memory once, and one step is
-    # enough for FAN - 1 sequences. Of the equal bounds of empty sequences the last one counts.
+    # Search the last bound at or before each token by comparing FAN bounds at a time. Each step waits for memory once,
+    # and one step is enough for FAN - 1 sequences. Empty sequences have equal bounds, of which the last one counts.
     end = tl.load(cu_seqlens + sequences)
     if CONTEXT_PARALLEL:
         end = end // cp_size
@@ -109,7 +111,7 @@ def _sequences(
 
 @triton.jit
 def _dual_chunk(i_place, length, cp_size, cp_rank):
-    """Place in the whole sequence: a rank's tokens are chunks cp_rank and 2 cp_size - 1 - cp_rank of 2 cp_size."""
+    """Place in the whole sequence, of whose 2 cp_size chunks a rank has numbers cp_rank and 2 cp_size - 1 - cp_rank."""
     chunk = length // 2
     later = (2 * cp_size - 2 - cp_rank) * chunk + i_place  # tokens of the second chunk begin at ``chunk``
     return tl.where(i_place < chunk, cp_rank * chunk + i_place, later)
@@ -125,7 +127,7 @@ def _tail(rows, m_row, stride_d, FEATURE: tl.constexpr, TAIL: tl.constexpr, TAIL
 
 @triton.jit
 def _multiple(stride, MULTIPLE: tl.constexpr):
-    """The stride, of which the compiler then sees that MULTIPLE divides it, and so how much one load can take."""
+    """The stride as it is; the compiler then sees that MULTIPLE divides it, and so how much one load can take."""
     if MULTIPLE > 1:
         if isinstance(stride, tl.tensor):  # 1 is a constant
             stride = stride // MULTIPLE * MULTIPLE
@@ -155,7 +157,7 @@ def _rows(
 
 @triton.jit
 def _load_neighbours(rows, m_row, stride_d, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, EVICT: tl.constexpr):
-    """Features (2 j, 2 j + 1) of each row, whatever the style: [rows, rows, PAIR_BLOCK] twice."""
+    """Features (2 j, 2 j + 1) of each row, whatever the style: [*rows.shape, PAIR_BLOCK] twice."""
     i_feature = tl.arange(0, 2 * PAIR_BLOCK)
     mask = m_row[:, :, None] & (i_feature < 2 * PAIRS)[None, None, :]
     features = tl.load(rows[:, :, None] + i_feature[None, None, :] * stride_d, mask=mask, eviction_policy=EVICT)
@@ -166,7 +168,7 @@ def _load_neighbours(rows, m_row, stride_d, PAIRS: tl.constexpr, PAIR_BLOCK: tl.
 def _store_neighbours(
     rows, m_row, stride_d, first, second, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, CACHE: tl.constexpr
 ):
-    """The inverse of _load_neighbours; the pairs of one row may be those of all."""
+    """The inverse of _load_neighbours; if the pairs are of one row, each token's pairs are stored to all rows."""
     i_feature = tl.arange(0, 2 * PAIR_BLOCK)
     mask = m_row[:, :, None] & (i_feature < 2 * PAIRS)[None, None, :]
     features = tl.reshape(tl.join(first, second), [first.shape[0], first.shape[1], 2 * PAIR_BLOCK])
@@ -178,7 +180,7 @@ def _store_neighbours(
 def _store_entries(
     places, sines, m_entry, m_inside, sum_cos, sum_sin, b_cos, b_sin, factor, CONJUGATE: tl.constexpr
 ):  # fmt: skip
-    """Store the gradients of some entries of the angles, 0 where no sequence holds the token: [BLOCK_TOKENS, PAIR_BLOCK] each."""
+    """Store gradients of some angle entries, [BLOCK_TOKENS, PAIR_BLOCK]; 0 for tokens that no sequence holds."""
     of_cos, of_sin = sum_cos * factor, sum_sin * factor
     if CONJUGATE:
         of_sin = -of_sin
@@ -219,7 +221,7 @@ def rope_angle_gradient_half_cos_sin(
     angle_stride_s,
     angle_stride_d,
     sequences,
-    cp_size,  # of positions with axes: elements from one axis to the next
+    cp_size,  # ranks; if POSITIONS is "axes", elements of positions from one axis to the next
     cp_rank,
     scaling,
     key_stride_s,
@@ -252,16 +254,16 @@ def rope_angle_gradient_half_cos_sin(
     STORE_CACHE: tl.constexpr,
     PDL: tl.constexpr,
     MULTIPLE: tl.constexpr,  # divides all strides of rows; 1 if 16 does, which the compiler sees itself
-    ANGLE_MULTIPLE: tl.constexpr,  # the same of those of angles
+    ANGLE_MULTIPLE: tl.constexpr,  # the same for the strides of angles
     SEARCH_STEPS: tl.constexpr,
     SEARCH_FAN: tl.constexpr,  # SEARCH_FAN ** SEARCH_STEPS > sequences
     KEY_HEADS: tl.constexpr,
     COPIED_HEADS: tl.constexpr,  # the last heads of x, whose gradient is copied
     TURNED_PAIRS: tl.constexpr,  # the first of PAIRS rotate
     PAIR_DISTANCE: tl.constexpr,  # features between the two of a pair, style half
-    FIRST_FEATURE: tl.constexpr,  # of those that rotate
+    FIRST_FEATURE: tl.constexpr,  # the first feature that rotates
     TAIL_FEATURE: tl.constexpr,  # the first of TAIL
-    CONJUGATE: tl.constexpr,  # by minus the angle
+    CONJUGATE: tl.constexpr,  # rotate by minus the angle
     SCALED: tl.constexpr,
     ANGLES_PER_BATCH: tl.constexpr,
     POSITIONS: tl.constexpr,  # "order", "offset", "starts", "ids" or "axes"
@@ -271,14 +273,16 @@ def rope_angle_gradient_half_cos_sin(
     SECTIONS_INTERLEAVED: tl.constexpr,
     PACKED: tl.constexpr,
     CONTEXT_PARALLEL: tl.constexpr,
-    ANGLE_EVICT: tl.constexpr,  # of a table; inv_freq is read again by every program
+    ANGLE_EVICT: tl.constexpr,  # for loads of a table, not of inv_freq, which every program reads again
     DEINTERLEAVES: tl.constexpr,  # pairs are (2 j, 2 j + 1) in the input, and halves in the result
 ):
     if PDL:
-        # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
+        # Dependent launch: the next kernel's programs may take places that fall free. This kernel reads and writes
+        # nothing before the previous one has ended.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # 64-bit offsets of features and entries too: a few may lie further apart than 2^31. A stride of 1 is a constant.
+    # 64-bit offsets of features and angle entries too: even a few may lie further apart than 2^31 elements. Triton
+    # makes a stride of 1 a constant, which is no tensor.
     if isinstance(stride_d, tl.tensor):
         stride_d = stride_d.to(tl.int64)
     if isinstance(angle_stride_d, tl.tensor):
@@ -295,13 +299,14 @@ def rope_angle_gradient_half_cos_sin(
     i_token = (i_program % token_tiles) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
     m_token = i_token < seq
 
-    # The position of each token, and whether it has one: [BLOCK_TOKENS] both. One an axis: [BLOCK_TOKENS, PAIR_BLOCK].
+    # The position of each token, and whether it has one: [BLOCK_TOKENS] both. With axes, each pair has the
+    # position of its axis: i_position is [BLOCK_TOKENS, PAIR_BLOCK].
     m_inside = m_token
     i_pair = tl.arange(0, PAIR_BLOCK)
     if POSITIONS == "axes":
         i_axis = _axis(i_pair, SECTION_1, SECTION_2, SECTION_3, SECTIONS_INTERLEAVED)
         p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
-        p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # such calls have no ranks
+        p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # no ranks here
         i_position = tl.load(positions + p_id, mask=m_token[:, None], other=0)
     elif POSITIONS == "ids":
         p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
@@ -332,7 +337,7 @@ def rope_angle_gradient_half_cos_sin(
             else:
                 i_position += tl.load(positions + i_sequence * position_stride_b)
 
-    # Angles of the tile, [BLOCK_TOKENS, PAIR_BLOCK]; past the rows that there are, NaN.
+    # Cosines and sines, [BLOCK_TOKENS, PAIR_BLOCK]; NaN past the tokens, and past the rows of a table.
     m_known = m_token[:, None] if POSITIONS == "axes" else m_token
     m_known = m_known & (i_position < angle_rows)
     m_known = m_known & (i_position >= 0)
@@ -361,7 +366,8 @@ def rope_angle_gradient_half_cos_sin(
     cos_first, sin_first = cos_first[:, None, :], sin_first[:, None, :]
     cos_second, sin_second = cos_second[:, None, :], sin_second[:, None, :]
 
-    # Sums over heads of grad times what the cosines multiplied, and the sines; of the second entries if they differ.
+    # Sums over heads of grad times the features that the cosines multiplied, and the sines. If the two entries of a
+    # pair differ, those of the second have sums of their own.
     rows_of_token: tl.constexpr = HEADS + KEY_HEADS
     sum_cos = tl.zeros([BLOCK_TOKENS, BLOCK_HEADS, PAIR_BLOCK], tl.float32)
     sum_sin = sum_cos
@@ -397,10 +403,11 @@ def rope_angle_gradient_half_cos_sin(
             b_tail = tl.load(tail, mask=m_tail, eviction_policy=LOAD_EVICT)
 
         b_first, b_second = first.to(tl.float32), second.to(tl.float32)
-        # The transpose: the sines of the pair change places, and their signs turn.
+        # The transpose: the two sines of a pair change places, and their signs change.
         out_first = (b_first * cos_first + b_second * sin_second).to(first.dtype)
         out_second = (b_second * cos_second - b_first * sin_first).to(first.dtype)
-        # What a tile lacks, and what is copied, adds nothing, whatever it is. A pair that does not rotate has no entry.
+        # Rows that the tile lacks, and heads and tokens that are copied, add nothing, whatever their values. A pair
+        # that does not rotate has no entry.
         m_used = m_used[:, :, None]
         b_first, b_second = tl.where(m_used, b_first, 0.0), tl.where(m_used, b_second, 0.0)
         given_first = tl.where(m_used, given_first.to(tl.float32), 0.0)
@@ -414,7 +421,7 @@ def rope_angle_gradient_half_cos_sin(
             sum_cos += b_first * given_first + b_second * given_second
             sum_sin += b_second * given_first - b_first * given_second
 
-        # What is copied keeps its bits.
+        # Features, heads and tokens that are copied keep their bits.
         if TURNED_PAIRS < PAIRS:
             m_turned = (i_pair < TURNED_PAIRS)[None, None, :]
             out_first = tl.where(m_turned, out_first, first)

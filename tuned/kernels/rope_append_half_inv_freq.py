@@ -5,8 +5,10 @@
 
 One tensor or two, a query and a key, in one launch: x and key are [seq, batch, heads, head_dim] by
 their strides (in elements), whatever the order in memory. The rows of a token are the heads of x,
-then those of key. A plain call has x alone, and what else it does not use is a constant. Float32
-inside, one rounding at the store. Names: i_ index, m_ mask, p_ offset in elements.
+then those of key. A program computes tiles of BLOCK_TOKENS tokens and BLOCK_HEADS rows, and waits for
+no other program. The kernel of a plain call has x alone: parameters that such a call does not use are
+constants. Arithmetic is in float32, and results are rounded once, at the store. Names: i_ index,
+m_ mask, p_ offset in elements.
 """
 
 import triton
@@ -50,8 +52,9 @@ def _store_pairs(
 @triton.jit
 def _sincos(x):
     """Sine and cosine of float32 radians, each within 2.1 * 2^-24. No branch, no table, no stack."""
-    # The angle in quarter turns, modulo 4: x is m * 2^e with an integer m of 24 bits, and all that matters of
-    # m * 2 / pi are the 64 bits of m * window, in units of 2^-62. The words are floor(2 / pi * 2^230).
+    # Reduce the angle to quarter turns, modulo 4. |x| is m * 2^e with an integer m of 24 bits. Of 2 / pi only a window
+    # of 64 bits matters, which begins at bit ``place``: m * window, modulo 2^64, is the angle in units of 2^-62 quarter
+    # turns. The four words are floor(2 / pi * 2^230).
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)
     m = ((bits & 0x7FFFFF) | 0x800000).to(tl.uint64)
@@ -63,27 +66,32 @@ def _sincos(x):
     word_3 = tl.full((), 0x10E4107F9458EAF7, tl.uint64)
     high = tl.where(place < 64, word_0, tl.where(place < 128, word_1, word_2))
     low = tl.where(place < 64, word_1, tl.where(place < 128, word_2, word_3))
+    # Two shifts to the right, since a shift by 64 (if ``shift`` is 0) is not defined.
     window = (high << shift) | ((low >> 1) >> (63 - shift))
-    # Rounded to the nearest quarter turn; the rest, of +- half of one, in units of 2^-32.
+    # Add half a quarter turn, so that the top two bits are the nearest quarter turn. The rest, up to half a quarter
+    # turn either way, is in units of 2^-32; flipping its highest bit subtracts the half again.
     turns = m * window + 0x2000000000000000
     quarter = (turns >> 62).to(tl.int32)
     rest = ((turns >> 30) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True) ^ -2147483648
     r = rest.to(tl.float32) * 3.6572951981e-10  # pi / 2 * 2^-32
-    # Below pi / 4 there is nothing to reduce.
+    # Below pi / 4 there is nothing to reduce. Infinity and NaN give NaN.
     small = size < 0.78539816
     r = tl.where(small, size, tl.where(size < float("inf"), r, float("nan")))
     quarter = tl.where(small, 0, quarter)
-    # Chebyshev fits on +-pi / 4 of (sin r / r - 1) / r^2 and (cos r - 1 + r^2 / 2) / r^4: errors 1.4e-11 and 7.6e-10.
+    # Polynomials, Chebyshev fits on +-pi / 4 of (sin r / r - 1) / r^2 and (cos r - 1 + r^2 / 2) / r^4, whose errors are
+    # 1.4e-11 and 7.6e-10.
     z = r * r
     odd = r + r * z * (-0.16666667 + z * (8.3333319e-3 + z * (-1.9840087e-4 + z * 2.7249957e-6)))
     even = 1.0 - 0.5 * z + z * z * (0.041666664 + z * (-1.3888304e-3 + z * 2.4547986e-5))
+    # Odd quarter turns swap sine and cosine. Bit 1 of ``quarter`` is the sign of the sine of |x|.
     swapped = (quarter & 1) != 0
     sine = tl.where(swapped, even, odd)
     cosine = tl.where(swapped, odd, even)
     turned = (quarter & 2) != 0
     sine = tl.where(turned != (x < 0), -sine, sine)
-    # Bit 1 of quarter + 1, without the sum: LLVM narrows that to 16 bits and adds two at once (add.s16x2), and ptxas 12.8
-    # then loses the constant of some. docs/decisions/0024.
+    # The cosine is negative where bit 1 of quarter + 1 is set. Compare two bits instead of adding: LLVM narrows the
+    # addition to 16 bits and adds for two angles at once (add.s16x2), and ptxas 12.8 then loses the constant of some.
+    # docs/decisions/0024.
     cosine = tl.where(turned != swapped, -cosine, cosine)
     return sine, cosine
 
@@ -109,7 +117,8 @@ def _axis(
 ):
     """Which axis of the positions each pair takes its angle from: [PAIR_BLOCK].
 
-    Sections in a row: where those of axes 1, 2 and 3 begin. Interleaved: which third pairs are of axes 1 and 2, up to where.
+    Sections in a row: axes 1, 2 and 3 begin at pairs SECTION_1, SECTION_2 and SECTION_3. Interleaved: pairs 1, 4, 7 ...
+    below SECTION_1 are of axis 1, pairs 2, 5, 8 ... below SECTION_2 of axis 2, and all others of axis 0.
     """
     if SECTIONS_INTERLEAVED:
         first = (i_pair % 3 == 1) & (i_pair < SECTION_1)
@@ -121,7 +130,7 @@ def _axis(
 
 @triton.jit
 def _bounds(cu_seqlens, i_bound, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr):
-    """Where sequences begin among the tokens of this rank; past the last bound, a number larger than any."""
+    """Where sequences begin among the tokens of this rank; past the last bound, a number larger than any token's."""
     bound = tl.load(cu_seqlens + i_bound, mask=i_bound <= sequences, other=2147483647)
     if CONTEXT_PARALLEL:
         bound = tl.where(i_bound <= sequences, bound // cp_size, bound)
@@ -133,8 +142,8 @@ def _sequences(
     i_token, cu_seqlens, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr, STEPS: tl.constexpr, FAN: tl.constexpr
 ):
     """The sequence of each token, where it begins, and whether there is one: [BLOCK_TOKENS] each."""
-    # The last bound at or before each token, FAN places at a time: each step waits for memory once, and one step is
-    # enough for FAN - 1 sequences. Of the equal bounds of empty sequences the last one counts.
+    # Search the last bound at or before each token by comparing FAN bounds at a time. Each step waits for memory once,
+    # and one step is enough for FAN - 1 sequences. Empty sequences have equal bounds, of which the last one counts.
     end = tl.load(cu_seqlens + sequences)
     if CONTEXT_PARALLEL:
         end = end // cp_size
@@ -152,7 +161,7 @@ def _sequences(
 
 @triton.jit
 def _dual_chunk(i_place, length, cp_size, cp_rank):
-    """Place in the whole sequence: a rank's tokens are chunks cp_rank and 2 cp_size - 1 - cp_rank of 2 cp_size."""
+    """Place in the whole sequence, of whose 2 cp_size chunks a rank has numbers cp_rank and 2 cp_size - 1 - cp_rank."""
     chunk = length // 2
     later = (2 * cp_size - 2 - cp_rank) * chunk + i_place  # tokens of the second chunk begin at ``chunk``
     return tl.where(i_place < chunk, cp_rank * chunk + i_place, later)
@@ -168,7 +177,7 @@ def _tail(rows, m_row, stride_d, FEATURE: tl.constexpr, TAIL: tl.constexpr, TAIL
 
 @triton.jit
 def _multiple(stride, MULTIPLE: tl.constexpr):
-    """The stride, of which the compiler then sees that MULTIPLE divides it, and so how much one load can take."""
+    """The stride as it is; the compiler then sees that MULTIPLE divides it, and so how much one load can take."""
     if MULTIPLE > 1:
         if isinstance(stride, tl.tensor):  # 1 is a constant
             stride = stride // MULTIPLE * MULTIPLE
@@ -198,7 +207,7 @@ def _rows(
 
 @triton.jit
 def _slots(slots, i_token, slot_count, cache_slots, stride, wanted):
-    """The place in the caches of each token, and whether it has one: [BLOCK_TOKENS] both; of no token unless it is ``wanted``."""
+    """Each token's place in the caches, and whether it has one: [BLOCK_TOKENS] both. None has one unless ``wanted``."""
     mask = (i_token < slot_count) & wanted
     i_slot = tl.load(slots + i_token.to(tl.int64) * stride, mask=mask, other=-1).to(tl.int64)
     return i_slot, (i_slot >= 0) & (i_slot < cache_slots)
@@ -221,7 +230,7 @@ def _cached(values, scale, dtype: tl.constexpr, FLOAT8: tl.constexpr, SCALED: tl
     """Float32 values as a cache holds them, rounded once: [BLOCK_TOKENS, BLOCK_HEADS, block]."""
     if SCALED:
         values = tl.div_rn(values, scale + tl.zeros_like(values))
-    if FLOAT8:  # what is larger than its largest number would be NaN; NaN stays NaN
+    if FLOAT8:  # values beyond its largest number would become NaN, and are clamped; NaN stays NaN
         values = tl.clamp(values, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return values.to(dtype)
 
@@ -243,7 +252,7 @@ def rope_append_half_inv_freq(
     key_cache,  # pages: a place in them is page * PAGE_SIZE + slot
     value_cache,
     slots,  # int32 or int64 [slot_count]: each token's place, or negative
-    key_scale,  # float32, one or one a head, if CACHE_SCALED
+    key_scale,  # float32, one in all or one a head, if CACHE_SCALED
     value_scale,
     offset,
     seq,
@@ -256,7 +265,7 @@ def rope_append_half_inv_freq(
     angle_stride_s,
     angle_stride_d,
     sequences,
-    cp_size,  # of positions with axes: elements from one axis to the next
+    cp_size,  # ranks; if POSITIONS is "axes", elements of positions from one axis to the next
     cp_rank,
     scaling,
     key_stride_s,
@@ -293,16 +302,16 @@ def rope_append_half_inv_freq(
     STORE_CACHE: tl.constexpr,
     PDL: tl.constexpr,
     MULTIPLE: tl.constexpr,  # divides all strides of rows; 1 if 16 does, which the compiler sees itself
-    ANGLE_MULTIPLE: tl.constexpr,  # the same of those of angles
+    ANGLE_MULTIPLE: tl.constexpr,  # the same for the strides of angles
     SEARCH_STEPS: tl.constexpr,
     SEARCH_FAN: tl.constexpr,  # SEARCH_FAN ** SEARCH_STEPS > sequences
     KEY_HEADS: tl.constexpr,
     COPIED_HEADS: tl.constexpr,  # the last of HEADS are copied: v of a packed qkv
     TURNED_PAIRS: tl.constexpr,  # the first of PAIRS rotate, the others are copied
     PAIR_DISTANCE: tl.constexpr,  # features between the two of a pair, style half
-    FIRST_FEATURE: tl.constexpr,  # of those that rotate
+    FIRST_FEATURE: tl.constexpr,  # the first feature that rotates
     TAIL_FEATURE: tl.constexpr,  # the first of TAIL
-    CONJUGATE: tl.constexpr,  # by minus the angle
+    CONJUGATE: tl.constexpr,  # rotate by minus the angle
     SCALED: tl.constexpr,
     ANGLES_PER_BATCH: tl.constexpr,
     POSITIONS: tl.constexpr,  # "order", "offset", "starts", "ids" or "axes"
@@ -312,33 +321,35 @@ def rope_append_half_inv_freq(
     SECTIONS_INTERLEAVED: tl.constexpr,
     PACKED: tl.constexpr,
     CONTEXT_PARALLEL: tl.constexpr,
-    ANGLE_EVICT: tl.constexpr,  # of a table; inv_freq is read again by every program
-    WRITTEN_HEADS: tl.constexpr,  # of the query and the key: those that are overwritten
-    TAIL_HEADS: tl.constexpr,  # rows before it stay as they are in features that do not rotate; 0 with a norm
+    ANGLE_EVICT: tl.constexpr,  # for loads of a table, not of inv_freq, which every program reads again
+    WRITTEN_HEADS: tl.constexpr,  # the first rows, of the query or of query and key, which are overwritten
+    TAIL_HEADS: tl.constexpr,  # rows before this one keep their features that do not rotate; 0 with a norm
     PAGE_SIZE: tl.constexpr,
     CACHE_MULTIPLE: tl.constexpr,  # as MULTIPLE, of both caches
     FLOAT8: tl.constexpr,
     CACHE_SCALED: tl.constexpr,
 ):
     if PDL:
-        # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
+        # Dependent launch: the next kernel's programs may take places that fall free. This kernel reads and writes
+        # nothing before the previous one has ended.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # 64-bit offsets of features and entries too: a few may lie further apart than 2^31. A stride of 1 is a constant.
+    # 64-bit offsets of features and angle entries too: even a few may lie further apart than 2^31 elements. Triton
+    # makes a stride of 1 a constant, which is no tensor.
     if isinstance(stride_d, tl.tensor):
         stride_d = stride_d.to(tl.int64)
     if isinstance(angle_stride_d, tl.tensor):
         angle_stride_d = angle_stride_d.to(tl.int64)
     if isinstance(cache_stride_d, tl.tensor):
         cache_stride_d = cache_stride_d.to(tl.int64)
-    # A program reads both features of a pair before it writes either, and no other program touches them.
+    # Safe in place: a program reads both features of a pair before it writes either, and no other program touches them.
     out, key_out, out_stride_d = x, key, stride_d
     out_stride_s, out_stride_b, out_stride_h = x_stride_s, x_stride_b, x_stride_h
     key_out_stride_s, key_out_stride_b, key_out_stride_h = key_stride_s, key_stride_b, key_stride_h
     if isinstance(out_stride_d, tl.tensor):
         out_stride_d = out_stride_d.to(tl.int64)
 
-    ABSENT: tl.constexpr = None  # what a tile has in the place of rows and features that there are none of
+    ABSENT: tl.constexpr = None  # the value of a tile where there is no row or feature
 
     # This program's tile of tokens and of rows.
     i_program = tl.program_id(0)
@@ -346,7 +357,8 @@ def rope_append_half_inv_freq(
     # Rows are the heads of one batch entry; a packed call has one entry.
     rows_of_token: tl.constexpr = HEADS + 2 * KEY_HEADS
     row_tiles: tl.constexpr = (rows_of_token + BLOCK_HEADS - 1) // BLOCK_HEADS
-    # Two divisions side by side: one that gave the tile within the entry, then its parts, took 40 ns of a decode step.
+    # Both parts of the tile come from i_program by divisions that do not wait for each other: dividing first for the
+    # tile within the entry, and then for its parts, took 40 ns of a decode step.
     i_batch = (i_program // (row_tiles * token_tiles)).to(tl.int64)
     if ORDER == "tokens":
         i_token_tile = i_program % token_tiles
@@ -358,13 +370,14 @@ def rope_append_half_inv_freq(
     m_token = i_token < seq
     i_row = i_row_tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
 
-    # In flight while the angles are found and their sines taken.
+    # Loads of rows come first: they are on their way while the angles are found and their sines computed.
     m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
     rows = _rows(
         x, key, i_batch, i_token, i_row,
         x_stride_s, x_stride_b, x_stride_h, key_stride_s, key_stride_b, key_stride_h, HEADS, KEY_HEADS, MULTIPLE,
     )  # fmt: skip
-    # Rows of the query, of the key, of the value. Where all of a tile's are the query's, its tokens need no slot.
+    # Rows are those of the query, then the key, then the value. A tile of the query's rows alone needs no
+    # slots.
     i_value = i_row - HEADS - KEY_HEADS
     of_value = _rows(
         value, value, i_batch, i_token, i_value,
@@ -380,13 +393,14 @@ def rope_append_half_inv_freq(
         m_tail = m_tail & (i_row >= TAIL_HEADS)[None, :, None]
         b_tail = tl.load(tail, mask=m_tail, other=ABSENT, eviction_policy=LOAD_EVICT)
 
-    # The position of each token, and whether it has one: [BLOCK_TOKENS] both. One an axis: [BLOCK_TOKENS, PAIR_BLOCK].
+    # The position of each token, and whether it has one: [BLOCK_TOKENS] both. With axes, each pair has the
+    # position of its axis: i_position is [BLOCK_TOKENS, PAIR_BLOCK].
     m_inside = m_token
     i_pair = tl.arange(0, PAIR_BLOCK)
     if POSITIONS == "axes":
         i_axis = _axis(i_pair, SECTION_1, SECTION_2, SECTION_3, SECTIONS_INTERLEAVED)
         p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
-        p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # such calls have no ranks
+        p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # no ranks here
         i_position = tl.load(positions + p_id, mask=m_token[:, None], other=0)
     elif POSITIONS == "ids":
         p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
@@ -419,7 +433,7 @@ def rope_append_half_inv_freq(
     if PACKED:  # tokens that no sequence holds stay as they are, unwritten
         m_token = m_token & m_inside
 
-    # Angles of the tile, [BLOCK_TOKENS, PAIR_BLOCK]; past the rows that there are, NaN.
+    # Cosines and sines, [BLOCK_TOKENS, PAIR_BLOCK]; NaN past the tokens, and past the rows of a table.
     m_known = m_token[:, None] if POSITIONS == "axes" else m_token
     m_known = m_known & (i_row_tile * BLOCK_HEADS < HEADS + KEY_HEADS)  # rows of the value need none
     if POSITIONS == "axes":
@@ -444,16 +458,16 @@ def rope_append_half_inv_freq(
     m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]
     b_first, b_second = first.to(tl.float32), second.to(tl.float32)
     if BACKWARD:
-        # The transpose: the sines of the pair change places, and their signs turn.
+        # The transpose: the two sines of a pair change places, and their signs change.
         out_first = b_first * cos_first + b_second * sin_second
         out_second = b_second * cos_second - b_first * sin_first
     else:
         out_first = b_first * cos_first - b_second * sin_first
         out_second = b_second * cos_second + b_first * sin_second
-    # What goes to the cache, float32 up to the store; of the value nothing turned.
+    # What goes to the cache stays float32 up to the store. Rows of the value do not rotate.
     m_wide = (i_value < 0)[None, :, None] & (i_pair < TURNED_PAIRS)[None, None, :]
     wide_first, wide_second = tl.where(m_wide, out_first, b_first), tl.where(m_wide, out_second, b_second)
-    # What is copied keeps its bits.
+    # Features and heads that are copied keep their bits.
     out_first, out_second = out_first.to(first.dtype), out_second.to(first.dtype)
     if TURNED_PAIRS < PAIRS:
         m_turned = (i_pair < TURNED_PAIRS)[None, None, :]

@@ -5,8 +5,10 @@
 
 One tensor or two, a query and a key, in one launch: x and key are [seq, batch, heads, head_dim] by
 their strides (in elements), whatever the order in memory. The rows of a token are the heads of x,
-then those of key. A plain call has x alone, and what else it does not use is a constant. Float32
-inside, one rounding at the store. Names: i_ index, m_ mask, p_ offset in elements.
+then those of key. A program computes tiles of BLOCK_TOKENS tokens and BLOCK_HEADS rows, and waits for
+no other program. The kernel of a plain call has x alone: parameters that such a call does not use are
+constants. Arithmetic is in float32, and results are rounded once, at the store. Names: i_ index,
+m_ mask, p_ offset in elements.
 """
 
 import triton
@@ -65,7 +67,8 @@ def _axis(
 ):
     """Which axis of the positions each pair takes its angle from: [PAIR_BLOCK].
 
-    Sections in a row: where those of axes 1, 2 and 3 begin. Interleaved: which third pairs are of axes 1 and 2, up to where.
+    Sections in a row: axes 1, 2 and 3 begin at pairs SECTION_1, SECTION_2 and SECTION_3. Interleaved: pairs 1, 4, 7 ...
+    below SECTION_1 are of axis 1, pairs 2, 5, 8 ... below SECTION_2 of axis 2, and all others of axis 0.
     """
     if SECTIONS_INTERLEAVED:
         first = (i_pair % 3 == 1) & (i_pair < SECTION_1)
@@ -77,7 +80,7 @@ def _axis(
 
 @triton.jit
 def _bounds(cu_seqlens, i_bound, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr):
-    """Where sequences begin among the tokens of this rank; past the last bound, a number larger than any."""
+    """Where sequences begin among the tokens of this rank; past the last bound, a number larger than any token's."""
     bound = tl.load(cu_seqlens + i_bound, mask=i_bound <= sequences, other=2147483647)
     if CONTEXT_PARALLEL:
         bound = tl.where(i_bound <= sequences, bound // cp_size, bound)
@@ -89,8 +92,8 @@ def _sequences(
     i_token, cu_seqlens, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr, STEPS: tl.constexpr, FAN: tl.constexpr
 ):
     """The sequence of each token, where it begins, and whether there is one: [BLOCK_TOKENS] each."""
-    # The last bound at or before each token, FAN places at a time: each step waits for memory once, and one step is
-    # enough for FAN - 1 sequences. Of the equal bounds of empty sequences the last one counts.
+    # Search the last bound at or before each token by comparing FAN bounds at a time. Each step waits for memory once,
+    # and one step is enough for FAN - 1 sequences. Empty sequences have equal bounds, of which the last one counts.
     end = tl.load(cu_seqlens + sequences)
     if CONTEXT_PARALLEL:
         end = end // cp_size
@@ -108,7 +111,7 @@ def _sequences(
 
 @triton.jit
 def _dual_chunk(i_place, length, cp_size, cp_rank):
-    """Place in the whole sequence: a rank's tokens are chunks cp_rank and 2 cp_size - 1 - cp_rank of 2 cp_size."""
+    """Place in the whole sequence, of whose 2 cp_size chunks a rank has numbers cp_rank and 2 cp_size - 1 - cp_rank."""
     chunk = length // 2
     later = (2 * cp_size - 2 - cp_rank) * chunk + i_place  # tokens of the second chunk begin at ``chunk``
     return tl.where(i_place < chunk, cp_rank * chunk + i_place, later)
@@ -124,7 +127,7 @@ def _tail(rows, m_row, stride_d, FEATURE: tl.constexpr, TAIL: tl.constexpr, TAIL
 
 @triton.jit
 def _multiple(stride, MULTIPLE: tl.constexpr):
-    """The stride, of which the compiler then sees that MULTIPLE divides it, and so how much one load can take."""
+    """The stride as it is; the compiler then sees that MULTIPLE divides it, and so how much one load can take."""
     if MULTIPLE > 1:
         if isinstance(stride, tl.tensor):  # 1 is a constant
             stride = stride // MULTIPLE * MULTIPLE
@@ -154,7 +157,7 @@ def _rows(
 
 @triton.jit
 def _load_neighbours(rows, m_row, stride_d, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, EVICT: tl.constexpr):
-    """Features (2 j, 2 j + 1) of each row, whatever the style: [rows, rows, PAIR_BLOCK] twice."""
+    """Features (2 j, 2 j + 1) of each row, whatever the style: [*rows.shape, PAIR_BLOCK] twice."""
     i_feature = tl.arange(0, 2 * PAIR_BLOCK)
     mask = m_row[:, :, None] & (i_feature < 2 * PAIRS)[None, None, :]
     features = tl.load(rows[:, :, None] + i_feature[None, None, :] * stride_d, mask=mask, eviction_policy=EVICT)
@@ -165,7 +168,7 @@ def _load_neighbours(rows, m_row, stride_d, PAIRS: tl.constexpr, PAIR_BLOCK: tl.
 def _store_neighbours(
     rows, m_row, stride_d, first, second, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, CACHE: tl.constexpr
 ):
-    """The inverse of _load_neighbours; the pairs of one row may be those of all."""
+    """The inverse of _load_neighbours; if the pairs are of one row, each token's pairs are stored to all rows."""
     i_feature = tl.arange(0, 2 * PAIR_BLOCK)
     mask = m_row[:, :, None] & (i_feature < 2 * PAIRS)[None, None, :]
     features = tl.reshape(tl.join(first, second), [first.shape[0], first.shape[1], 2 * PAIR_BLOCK])
@@ -203,7 +206,7 @@ def rope_complete_copy_deinterleave_cos_sin(
     angle_stride_s,
     angle_stride_d,
     sequences,
-    cp_size,  # of positions with axes: elements from one axis to the next
+    cp_size,  # ranks; if POSITIONS is "axes", elements of positions from one axis to the next
     cp_rank,
     scaling,
     key_stride_s,
@@ -229,16 +232,16 @@ def rope_complete_copy_deinterleave_cos_sin(
     STORE_CACHE: tl.constexpr,
     PDL: tl.constexpr,
     MULTIPLE: tl.constexpr,  # divides all strides of rows; 1 if 16 does, which the compiler sees itself
-    ANGLE_MULTIPLE: tl.constexpr,  # the same of those of angles
+    ANGLE_MULTIPLE: tl.constexpr,  # the same for the strides of angles
     SEARCH_STEPS: tl.constexpr,
     SEARCH_FAN: tl.constexpr,  # SEARCH_FAN ** SEARCH_STEPS > sequences
     KEY_HEADS: tl.constexpr,
     COPIED_HEADS: tl.constexpr,  # the last of HEADS are copied: v of a packed qkv
     TURNED_PAIRS: tl.constexpr,  # the first of PAIRS rotate, the others are copied
     PAIR_DISTANCE: tl.constexpr,  # features between the two of a pair, style half
-    FIRST_FEATURE: tl.constexpr,  # of those that rotate
+    FIRST_FEATURE: tl.constexpr,  # the first feature that rotates
     TAIL_FEATURE: tl.constexpr,  # the first of TAIL
-    CONJUGATE: tl.constexpr,  # by minus the angle
+    CONJUGATE: tl.constexpr,  # rotate by minus the angle
     SCALED: tl.constexpr,
     ANGLES_PER_BATCH: tl.constexpr,
     POSITIONS: tl.constexpr,  # "order", "offset", "starts", "ids" or "axes"
@@ -248,13 +251,15 @@ def rope_complete_copy_deinterleave_cos_sin(
     SECTIONS_INTERLEAVED: tl.constexpr,
     PACKED: tl.constexpr,
     CONTEXT_PARALLEL: tl.constexpr,
-    ANGLE_EVICT: tl.constexpr,  # of a table; inv_freq is read again by every program
+    ANGLE_EVICT: tl.constexpr,  # for loads of a table, not of inv_freq, which every program reads again
 ):
     if PDL:
-        # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
+        # Dependent launch: the next kernel's programs may take places that fall free. This kernel reads and writes
+        # nothing before the previous one has ended.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # 64-bit offsets of features and entries too: a few may lie further apart than 2^31. A stride of 1 is a constant.
+    # 64-bit offsets of features and angle entries too: even a few may lie further apart than 2^31 elements. Triton
+    # makes a stride of 1 a constant, which is no tensor.
     if isinstance(stride_d, tl.tensor):
         stride_d = stride_d.to(tl.int64)
     if isinstance(angle_stride_d, tl.tensor):
@@ -262,7 +267,7 @@ def rope_complete_copy_deinterleave_cos_sin(
     if isinstance(out_stride_d, tl.tensor):
         out_stride_d = out_stride_d.to(tl.int64)
 
-    ABSENT: tl.constexpr = None  # what a tile has in the place of rows and features that there are none of
+    ABSENT: tl.constexpr = None  # the value of a tile where there is no row or feature
 
     # This program's tile of tokens and of rows.
     i_program = tl.program_id(0)
@@ -270,7 +275,8 @@ def rope_complete_copy_deinterleave_cos_sin(
     # Rows are the heads of one batch entry; a packed call has one entry.
     rows_of_token: tl.constexpr = HEADS + KEY_HEADS
     row_tiles: tl.constexpr = (rows_of_token + BLOCK_HEADS - 1) // BLOCK_HEADS
-    # Two divisions side by side: one that gave the tile within the entry, then its parts, took 40 ns of a decode step.
+    # Both parts of the tile come from i_program by divisions that do not wait for each other: dividing first for the
+    # tile within the entry, and then for its parts, took 40 ns of a decode step.
     i_batch = (i_program // (row_tiles * token_tiles)).to(tl.int64)
     if ORDER == "tokens":
         i_token_tile = i_program % token_tiles
@@ -282,7 +288,7 @@ def rope_complete_copy_deinterleave_cos_sin(
     m_token = i_token < seq
     i_row = i_row_tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
 
-    # In flight while the angles are found and their sines taken.
+    # Loads of rows come first: they are on their way while the angles are found and their sines computed.
     m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
     rows = _rows(
         x, key, i_batch, i_token, i_row,
@@ -297,13 +303,14 @@ def rope_complete_copy_deinterleave_cos_sin(
         tail, m_tail = _tail(rows, m_row, stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
         b_tail = tl.load(tail, mask=m_tail, other=ABSENT, eviction_policy=LOAD_EVICT)
 
-    # The position of each token, and whether it has one: [BLOCK_TOKENS] both. One an axis: [BLOCK_TOKENS, PAIR_BLOCK].
+    # The position of each token, and whether it has one: [BLOCK_TOKENS] both. With axes, each pair has the
+    # position of its axis: i_position is [BLOCK_TOKENS, PAIR_BLOCK].
     m_inside = m_token
     i_pair = tl.arange(0, PAIR_BLOCK)
     if POSITIONS == "axes":
         i_axis = _axis(i_pair, SECTION_1, SECTION_2, SECTION_3, SECTIONS_INTERLEAVED)
         p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
-        p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # such calls have no ranks
+        p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # no ranks here
         i_position = tl.load(positions + p_id, mask=m_token[:, None], other=0)
     elif POSITIONS == "ids":
         p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
@@ -334,7 +341,7 @@ def rope_complete_copy_deinterleave_cos_sin(
             else:
                 i_position += tl.load(positions + i_sequence * position_stride_b)
 
-    # Angles of the tile, [BLOCK_TOKENS, PAIR_BLOCK]; past the rows that there are, NaN.
+    # Cosines and sines, [BLOCK_TOKENS, PAIR_BLOCK]; NaN past the tokens, and past the rows of a table.
     m_known = m_token[:, None] if POSITIONS == "axes" else m_token
     m_known = m_known & (i_position < angle_rows)
     m_known = m_known & (i_position >= 0)
@@ -366,13 +373,13 @@ def rope_complete_copy_deinterleave_cos_sin(
     m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]
     b_first, b_second = first.to(tl.float32), second.to(tl.float32)
     if BACKWARD:
-        # The transpose: the sines of the pair change places, and their signs turn.
+        # The transpose: the two sines of a pair change places, and their signs change.
         out_first = b_first * cos_first + b_second * sin_second
         out_second = b_second * cos_second - b_first * sin_first
     else:
         out_first = b_first * cos_first - b_second * sin_first
         out_second = b_second * cos_second + b_first * sin_second
-    # What is copied keeps its bits.
+    # Features and heads that are copied keep their bits.
     out_first, out_second = out_first.to(first.dtype), out_second.to(first.dtype)
     if TURNED_PAIRS < PAIRS:
         m_turned = (i_pair < TURNED_PAIRS)[None, None, :]
@@ -391,7 +398,7 @@ def rope_complete_copy_deinterleave_cos_sin(
         HEADS, KEY_HEADS, MULTIPLE,
     )  # fmt: skip
     out_pairs = out_rows + FIRST_FEATURE * out_stride_d
-    # In place a thread writes where others read.
+    # In place, a thread writes where other threads of the program read: all read before any writes.
     tl.debug_barrier()
     if BACKWARD:
         _store_neighbours(out_pairs, m_row, out_stride_d, out_first, out_second, PAIRS, PAIR_BLOCK, STORE_CACHE)

@@ -3,13 +3,14 @@
 @generated from templates/rope_norm_backward.py.jinja. Do not edit: change the template, then run
 `python tune.py --render`.
 
-The gradient of RMSNorm with a rotation, of one tensor or two. With z the gradient of what the norm gives, which is the
-transposed rotation of grad, y = z * weight, n the input times its reciprocal norm, and means over what is normalised together:
-the input's gradient is reciprocal * (y - n * mean(y * n)), the weight's is the sum over tokens (and heads) of z * n. The
-reciprocal norms are taken again from the input, which is read anyway, and mean(y * n) is reciprocal * mean(y * input): no sum
-waits for another. A program takes tile after tile of the same rows, and
-sums its part of the weights' gradients in registers: templates/rope_norm_weights.py.jinja adds the parts, in one order. Float32
-inside, one rounding at the store. Names as in templates/rope.py.jinja; given: the forward's input, and its key.
+The gradient of RMSNorm with a rotation, of one tensor or two. Let z be the gradient of the norm's result, which is the
+transposed rotation of grad; y = z * weight; n the input times its reciprocal norm; and means be over all features that
+are normalised together. Then the input's gradient is reciprocal * (y - n * mean(y * n)), and the weight's is the sum
+over tokens (and heads) of z * n. The reciprocal norms are computed again from the input, which is read anyway, and
+mean(y * n) is reciprocal * mean(y * input), so that no sum waits for another. A program takes tile after tile of the
+same rows, and sums its part of the weights' gradients in registers; templates/rope_norm_weights.py.jinja adds the
+parts, in one order. Arithmetic is in float32, and results are rounded once, at the store. Names as in
+templates/rope.py.jinja; given: the forward's input, and its key.
 """
 
 import triton
@@ -68,7 +69,8 @@ def _axis(
 ):
     """Which axis of the positions each pair takes its angle from: [PAIR_BLOCK].
 
-    Sections in a row: where those of axes 1, 2 and 3 begin. Interleaved: which third pairs are of axes 1 and 2, up to where.
+    Sections in a row: axes 1, 2 and 3 begin at pairs SECTION_1, SECTION_2 and SECTION_3. Interleaved: pairs 1, 4, 7 ...
+    below SECTION_1 are of axis 1, pairs 2, 5, 8 ... below SECTION_2 of axis 2, and all others of axis 0.
     """
     if SECTIONS_INTERLEAVED:
         first = (i_pair % 3 == 1) & (i_pair < SECTION_1)
@@ -80,7 +82,7 @@ def _axis(
 
 @triton.jit
 def _bounds(cu_seqlens, i_bound, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr):
-    """Where sequences begin among the tokens of this rank; past the last bound, a number larger than any."""
+    """Where sequences begin among the tokens of this rank; past the last bound, a number larger than any token's."""
     bound = tl.load(cu_seqlens + i_bound, mask=i_bound <= sequences, other=2147483647)
     if CONTEXT_PARALLEL:
         bound = tl.where(i_bound <= sequences, bound // cp_size, bound)
@@ -92,8 +94,8 @@ def _sequences(
     i_token, cu_seqlens, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr, STEPS: tl.constexpr, FAN: tl.constexpr
 ):
     """The sequence of each token, where it begins, and whether there is one: [BLOCK_TOKENS] each."""
-    # The last bound at or before each token, FAN places at a time: each step waits for memory once, and one step is
-    # enough for FAN - 1 sequences. Of the equal bounds of empty sequences the last one counts.
+    # Search the last bound at or before each token by comparing FAN bounds at a time. Each step waits for memory once,
+    # and one step is enough for FAN - 1 sequences. Empty sequences have equal bounds, of which the last one counts.
     end = tl.load(cu_seqlens + sequences)
     if CONTEXT_PARALLEL:
         end = end // cp_size
@@ -111,7 +113,7 @@ def _sequences(
 
 @triton.jit
 def _dual_chunk(i_place, length, cp_size, cp_rank):
-    """Place in the whole sequence: a rank's tokens are chunks cp_rank and 2 cp_size - 1 - cp_rank of 2 cp_size."""
+    """Place in the whole sequence, of whose 2 cp_size chunks a rank has numbers cp_rank and 2 cp_size - 1 - cp_rank."""
     chunk = length // 2
     later = (2 * cp_size - 2 - cp_rank) * chunk + i_place  # tokens of the second chunk begin at ``chunk``
     return tl.where(i_place < chunk, cp_rank * chunk + i_place, later)
@@ -127,7 +129,7 @@ def _tail(rows, m_row, stride_d, FEATURE: tl.constexpr, TAIL: tl.constexpr, TAIL
 
 @triton.jit
 def _multiple(stride, MULTIPLE: tl.constexpr):
-    """The stride, of which the compiler then sees that MULTIPLE divides it, and so how much one load can take."""
+    """The stride as it is; the compiler then sees that MULTIPLE divides it, and so how much one load can take."""
     if MULTIPLE > 1:
         if isinstance(stride, tl.tensor):  # 1 is a constant
             stride = stride // MULTIPLE * MULTIPLE
@@ -164,7 +166,7 @@ def _features(PAIR_BLOCK: tl.constexpr, DISTANCE: tl.constexpr, FEATURE: tl.cons
 
 @triton.jit
 def _together(values, i_row, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, NORM_ALL: tl.constexpr):
-    """For each row the sum of a number of each row over those that are normalised with it: [BLOCK_TOKENS, BLOCK_HEADS]."""
+    """For each row the sum of ``values`` over the rows that are normalised with it: [BLOCK_TOKENS, BLOCK_HEADS]."""
     if NORM_ALL:
         m_query = (i_row < HEADS)[None, :]
         of_query = tl.sum(tl.where(m_query, values, 0.0), 1)[:, None]
@@ -194,14 +196,14 @@ def _reciprocal_norms(
     HEAD_DIM: tl.constexpr,
     NORM_ALL: tl.constexpr,
 ):
-    """1 / sqrt(mean of the squares + eps), given the sum of each row: [BLOCK_TOKENS, BLOCK_HEADS, 1]."""
+    """1 / sqrt(mean of the squares + eps), given the sum of squares of each row: [BLOCK_TOKENS, BLOCK_HEADS, 1]."""
     part = _parts(i_row, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
     return tl.rsqrt(_together(squares, i_row, HEADS, KEY_HEADS, NORM_ALL) * part + eps)[:, :, None]
 
 
 @triton.jit
 def _spread(row, i_feature, BLOCK: tl.constexpr):
-    """Pointers to some features of each row: BLOCK."""
+    """Pointers to some features of each row, in a tile of shape BLOCK."""
     return tl.broadcast_to(row[None, :, None] + i_feature[None, None, :], BLOCK)
 
 
@@ -221,7 +223,8 @@ def _weights(
 ):
     """The weight of each feature of each row, 0 outside the mask: [BLOCK_TOKENS, BLOCK_HEADS, block], float32.
 
-    Read as rows are, for each token: a smaller tile would be spread over the threads by shared memory and barriers.
+    Loaded for each token, in the layout of the rows: a smaller tile would have to be spread over the threads through
+    shared memory, with barriers.
     """
     p_row = i_row * 0
     if NORM_ALL:
@@ -244,7 +247,7 @@ def _weights(
 
 @triton.jit
 def _scaled(values, reciprocal, weights, dtype: tl.constexpr, ROUNDING: tl.constexpr):
-    """Values by their reciprocal norm and their weight, in float32, rounded between as a model's own code does."""
+    """Values times their reciprocal norm and weight, in float32, rounded in between as the model's own code does."""
     values = values * reciprocal
     if ROUNDING == "each":
         values = values.to(dtype).to(tl.float32)
@@ -256,7 +259,7 @@ def _scaled(values, reciprocal, weights, dtype: tl.constexpr, ROUNDING: tl.const
 
 @triton.jit
 def _kept(values, m_row):
-    """The values of some rows, and 0 in others: [BLOCK_TOKENS, BLOCK_HEADS, block]."""
+    """The values of the rows in ``m_row``, and 0 in the others: [BLOCK_TOKENS, BLOCK_HEADS, block]."""
     return tl.where(m_row[:, :, None], values, 0.0)
 
 
@@ -272,9 +275,9 @@ def _add_four(a_0, a_1, a_2, a_3, b_0, b_1, b_2, b_3):
 
 @triton.jit
 def _both_together(a, b, i_row, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, NORM_ALL: tl.constexpr):
-    """For each row the sums of two numbers of each over the rows that are normalised with it: [BLOCK_TOKENS, BLOCK_HEADS] both.
+    """_together of a and of b: [BLOCK_TOKENS, BLOCK_HEADS] both.
 
-    Of the query and of the key at once: warps wait for each other once.
+    One reduction sums both, for the query and for the key: warps wait for each other once.
     """
     if NORM_ALL:
         m_query = (i_row < HEADS)[None, :]
@@ -323,7 +326,7 @@ def rope_norm_backward_half_cos_sin(
     key_out,
     positions,  # int32 or int64: ids, starts, or one offset
     weight,  # of the norm of x: [HEAD_DIM], or [HEADS * HEAD_DIM] if NORM_ALL
-    key_weight,  # of that of the key; without a key any pointer
+    key_weight,  # of the norm of the key; any pointer without a key
     given,
     key_given,
     partials,  # float32 [programs, features of both weights]
@@ -342,7 +345,7 @@ def rope_norm_backward_half_cos_sin(
     angle_stride_s,
     angle_stride_d,
     sequences,
-    cp_size,  # of positions with axes: elements from one axis to the next
+    cp_size,  # ranks; if POSITIONS is "axes", elements of positions from one axis to the next
     cp_rank,
     scaling,
     eps,
@@ -376,16 +379,16 @@ def rope_norm_backward_half_cos_sin(
     STORE_CACHE: tl.constexpr,
     PDL: tl.constexpr,
     MULTIPLE: tl.constexpr,  # divides all strides of rows; 1 if 16 does, which the compiler sees itself
-    ANGLE_MULTIPLE: tl.constexpr,  # the same of those of angles
+    ANGLE_MULTIPLE: tl.constexpr,  # the same for the strides of angles
     SEARCH_STEPS: tl.constexpr,
     SEARCH_FAN: tl.constexpr,  # SEARCH_FAN ** SEARCH_STEPS > sequences
     KEY_HEADS: tl.constexpr,
     COPIED_HEADS: tl.constexpr,  # none
     TURNED_PAIRS: tl.constexpr,  # the first of PAIRS rotate
     PAIR_DISTANCE: tl.constexpr,  # features between the two of a pair, style half
-    FIRST_FEATURE: tl.constexpr,  # of those that rotate
+    FIRST_FEATURE: tl.constexpr,  # the first feature that rotates
     TAIL_FEATURE: tl.constexpr,  # the first of TAIL
-    CONJUGATE: tl.constexpr,  # by minus the angle
+    CONJUGATE: tl.constexpr,  # rotate by minus the angle
     SCALED: tl.constexpr,
     ANGLES_PER_BATCH: tl.constexpr,
     POSITIONS: tl.constexpr,  # "order", "offset", "starts", "ids" or "axes"
@@ -395,18 +398,20 @@ def rope_norm_backward_half_cos_sin(
     SECTIONS_INTERLEAVED: tl.constexpr,
     PACKED: tl.constexpr,
     CONTEXT_PARALLEL: tl.constexpr,
-    ANGLE_EVICT: tl.constexpr,  # of a table; inv_freq is read again by every program
+    ANGLE_EVICT: tl.constexpr,  # for loads of a table, not of inv_freq, which every program reads again
     HEAD_DIM: tl.constexpr,
-    NORM_ALL: tl.constexpr,  # the heads of a tensor are normalised together, and not each head
+    NORM_ALL: tl.constexpr,  # the heads of a tensor are normalised together, not each by itself
     ZERO_CENTERED: tl.constexpr,  # features are multiplied by 1 + weight
-    ROUNDING: tl.constexpr,  # of the forward, whose gradient takes it as exact
-    STAGES: tl.constexpr,  # tiles that a program has at a time, under way or at work
+    ROUNDING: tl.constexpr,  # where the forward rounds, which the gradient takes as exact
+    STAGES: tl.constexpr,  # tiles that a program has at a time: being loaded, or computed
 ):
     if PDL:
-        # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
+        # Dependent launch: the next kernel's programs may take places that fall free. This kernel reads and writes
+        # nothing before the previous one has ended.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # 64-bit offsets of features and entries too: a few may lie further apart than 2^31. A stride of 1 is a constant.
+    # 64-bit offsets of features and angle entries too: even a few may lie further apart than 2^31 elements. Triton
+    # makes a stride of 1 a constant, which is no tensor.
     if isinstance(stride_d, tl.tensor):
         stride_d = stride_d.to(tl.int64)
     if isinstance(angle_stride_d, tl.tensor):
@@ -416,7 +421,7 @@ def rope_norm_backward_half_cos_sin(
     if isinstance(given_stride_d, tl.tensor):
         given_stride_d = given_stride_d.to(tl.int64)
 
-    # This program's rows, and the tiles of tokens that it takes: of all batch entries, every ``turns``-th.
+    # This program's rows. It takes every ``turns``-th tile of the tokens of all batch entries.
     rows_of_token: tl.constexpr = HEADS + KEY_HEADS
     row_tiles: tl.constexpr = (rows_of_token + BLOCK_HEADS - 1) // BLOCK_HEADS
     i_program = tl.program_id(0)
@@ -442,7 +447,7 @@ def rope_norm_backward_half_cos_sin(
         )
         sum_tail = tl.zeros([BLOCK_TOKENS, BLOCK_HEADS, TAIL_BLOCK], tl.float32)
 
-    # Tiles are on their way to shared memory while one before them is at work.
+    # The next tiles are loaded to shared memory while one is computed.
     for i_tile in tl.range(i_program // row_tiles, token_tiles * batch, turns, num_stages=STAGES):
         i_batch = (i_tile // token_tiles).to(tl.int64)
         i_token = (i_tile % token_tiles) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
@@ -470,13 +475,14 @@ def rope_norm_backward_half_cos_sin(
             tail, m_tail = _tail(given_rows, m_row, given_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
             b_tail = tl.load(tail, mask=m_tail, other=0.0, eviction_policy=LOAD_EVICT)
 
-        # The position of each token, and whether it has one: [BLOCK_TOKENS] both. One an axis: [BLOCK_TOKENS, PAIR_BLOCK].
+        # The position of each token, and whether it has one: [BLOCK_TOKENS] both. With axes, each pair has the
+        # position of its axis: i_position is [BLOCK_TOKENS, PAIR_BLOCK].
         m_inside = m_token
         i_pair = tl.arange(0, PAIR_BLOCK)
         if POSITIONS == "axes":
             i_axis = _axis(i_pair, SECTION_1, SECTION_2, SECTION_3, SECTIONS_INTERLEAVED)
             p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
-            p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # such calls have no ranks
+            p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # no ranks here
             i_position = tl.load(positions + p_id, mask=m_token[:, None], other=0)
         elif POSITIONS == "ids":
             p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
@@ -507,7 +513,7 @@ def rope_norm_backward_half_cos_sin(
                 else:
                     i_position += tl.load(positions + i_sequence * position_stride_b)
 
-        # Angles of the tile, [BLOCK_TOKENS, PAIR_BLOCK]; past the rows that there are, NaN.
+        # Cosines and sines, [BLOCK_TOKENS, PAIR_BLOCK]; NaN past the tokens, and past the rows of a table.
         m_known = m_token[:, None] if POSITIONS == "axes" else m_token
         m_known = m_known & (i_position < angle_rows)
         m_known = m_known & (i_position >= 0)
@@ -536,11 +542,13 @@ def rope_norm_backward_half_cos_sin(
         cos_first, sin_first = cos_first[:, None, :], sin_first[:, None, :]
         cos_second, sin_second = cos_second[:, None, :], sin_second[:, None, :]
 
-        # Where a tile has no tokens or pairs its gradients are 0, and its angles NaN: 0 times these would not be 0.
+        # Where a tile has no tokens or pairs, gradients are 0 and angles are NaN. 0 * NaN would be NaN, so cosines and
+        # sines become 0.
         m_turned = m_token[:, None, None] & (i_pair < TURNED_PAIRS)[None, None, :]
         cos_first, sin_first = tl.where(m_turned, cos_first, 0.0), tl.where(m_turned, sin_first, 0.0)
         cos_second, sin_second = tl.where(m_turned, cos_second, 0.0), tl.where(m_turned, sin_second, 0.0)
-        # z, the gradient of what the norm gave, by the transpose: the sines of the pair change places, and their signs turn.
+        # z, the gradient of the norm's result, by the transpose: the two sines of a pair change places, and their signs
+        # change.
         grad_first, grad_second = grad_first.to(tl.float32), grad_second.to(tl.float32)
         z_first = grad_first * cos_first + grad_second * sin_second
         z_second = grad_second * cos_second - grad_first * sin_first
@@ -553,7 +561,7 @@ def rope_norm_backward_half_cos_sin(
         if PACKED:  # tokens that no sequence holds were copied: they may be NaN, and add nothing
             z_first, z_second = _kept(z_first, m_used), _kept(z_second, m_used)
             b_first, b_second = _kept(b_first, m_used), _kept(b_second, m_used)
-        # y, and what of it lies along the input.
+        # y; and for each row the sum of the squares of the input, and that of y * input.
         y_first, y_second = z_first * w_first, z_second * w_second
         squares = tl.sum(b_first * b_first + b_second * b_second, 2)
         along = tl.sum(y_first * b_first + y_second * b_second, 2)
@@ -565,7 +573,8 @@ def rope_norm_backward_half_cos_sin(
             squares += tl.sum(tail_32 * tail_32, 2)
             along += tl.sum(y_tail * tail_32, 2)
         squares, along = _both_together(squares, along, i_row, HEADS, KEY_HEADS, NORM_ALL)
-        # Where a tile has no rows it is 1 / sqrt(eps), which may be 1 / 0: 0 times it would be NaN in the weights' gradients.
+        # Where a tile has no rows it would be 1 / sqrt(eps), which may be 1 / 0, and 0 times that NaN in the weights'
+        # gradients: set it to 0.
         reciprocal = tl.where(m_used, tl.rsqrt(squares * part + eps), 0.0)[:, :, None]
         along = (along * part)[:, :, None] * reciprocal
 

@@ -3,13 +3,14 @@
 @generated from templates/rope_norm_backward.py.jinja. Do not edit: change the template, then run
 `python tune.py --render`.
 
-The gradient of RMSNorm with a rotation, of one tensor or two. With z the gradient of what the norm gives, which is the
-transposed rotation of grad, y = z * weight, n the input times its reciprocal norm, and means over what is normalised together:
-the input's gradient is reciprocal * (y - n * mean(y * n)), the weight's is the sum over tokens (and heads) of z * n. The
-reciprocal norms are taken again from the input, which is read anyway, and mean(y * n) is reciprocal * mean(y * input): no sum
-waits for another. A program takes tile after tile of the same rows, and
-sums its part of the weights' gradients in registers: templates/rope_norm_weights.py.jinja adds the parts, in one order. Float32
-inside, one rounding at the store. Names as in templates/rope.py.jinja; given: the forward's input, and its key.
+The gradient of RMSNorm with a rotation, of one tensor or two. Let z be the gradient of the norm's result, which is the
+transposed rotation of grad; y = z * weight; n the input times its reciprocal norm; and means be over all features that
+are normalised together. Then the input's gradient is reciprocal * (y - n * mean(y * n)), and the weight's is the sum
+over tokens (and heads) of z * n. The reciprocal norms are computed again from the input, which is read anyway, and
+mean(y * n) is reciprocal * mean(y * input), so that no sum waits for another. A program takes tile after tile of the
+same rows, and sums its part of the weights' gradients in registers; templates/rope_norm_weights.py.jinja adds the
+parts, in one order. Arithmetic is in float32, and results are rounded once, at the store. Names as in
+templates/rope.py.jinja; given: the forward's input, and its key.
 """
 
 import triton
@@ -52,8 +53,9 @@ def _store_pairs(
 @triton.jit
 def _sincos(x):
     """Sine and cosine of float32 radians, each within 2.1 * 2^-24. No branch, no table, no stack."""
-    # The angle in quarter turns, modulo 4: x is m * 2^e with an integer m of 24 bits, and all that matters of
-    # m * 2 / pi are the 64 bits of m * window, in units of 2^-62. The words are floor(2 / pi * 2^230).
+    # Reduce the angle to quarter turns, modulo 4. |x| is m * 2^e with an integer m of 24 bits. Of 2 / pi only a window
+    # of 64 bits matters, which begins at bit ``place``: m * window, modulo 2^64, is the angle in units of 2^-62 quarter
+    # turns. The four words are floor(2 / pi * 2^230).
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)
     m = ((bits & 0x7FFFFF) | 0x800000).to(tl.uint64)
@@ -65,27 +67,32 @@ def _sincos(x):
     word_3 = tl.full((), 0x10E4107F9458EAF7, tl.uint64)
     high = tl.where(place < 64, word_0, tl.where(place < 128, word_1, word_2))
     low = tl.where(place < 64, word_1, tl.where(place < 128, word_2, word_3))
+    # Two shifts to the right, since a shift by 64 (if ``shift`` is 0) is not defined.
     window = (high << shift) | ((low >> 1) >> (63 - shift))
-    # Rounded to the nearest quarter turn; the rest, of +- half of one, in units of 2^-32.
+    # Add half a quarter turn, so that the top two bits are the nearest quarter turn. The rest, up to half a quarter
+    # turn either way, is in units of 2^-32; flipping its highest bit subtracts the half again.
     turns = m * window + 0x2000000000000000
     quarter = (turns >> 62).to(tl.int32)
     rest = ((turns >> 30) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True) ^ -2147483648
     r = rest.to(tl.float32) * 3.6572951981e-10  # pi / 2 * 2^-32
-    # Below pi / 4 there is nothing to reduce.
+    # Below pi / 4 there is nothing to reduce. Infinity and NaN give NaN.
     small = size < 0.78539816
     r = tl.where(small, size, tl.where(size < float("inf"), r, float("nan")))
     quarter = tl.where(small, 0, quarter)
-    # Chebyshev fits on +-pi / 4 of (sin r / r - 1) / r^2 and (cos r - 1 + r^2 / 2) / r^4: errors 1.4e-11 and 7.6e-10.
+    # Polynomials, Chebyshev fits on +-pi / 4 of (sin r / r - 1) / r^2 and (cos r - 1 + r^2 / 2) / r^4, whose errors are
+    # 1.4e-11 and 7.6e-10.
     z = r * r
     odd = r + r * z * (-0.16666667 + z * (8.3333319e-3 + z * (-1.9840087e-4 + z * 2.7249957e-6)))
     even = 1.0 - 0.5 * z + z * z * (0.041666664 + z * (-1.3888304e-3 + z * 2.4547986e-5))
+    # Odd quarter turns swap sine and cosine. Bit 1 of ``quarter`` is the sign of the sine of |x|.
     swapped = (quarter & 1) != 0
     sine = tl.where(swapped, even, odd)
     cosine = tl.where(swapped, odd, even)
     turned = (quarter & 2) != 0
     sine = tl.where(turned != (x < 0), -sine, sine)
-    # Bit 1 of quarter + 1, without the sum: LLVM narrows that to 16 bits and adds two at once (add.s16x2), and ptxas 12.8
-    # then loses the constant of some. docs/decisions/0024.
+    # The cosine is negative where bit 1 of quarter + 1 is set. Compare two bits instead of adding: LLVM narrows the
+    # addition to 16 bits and adds for two angles at once (add.s16x2), and ptxas 12.8 then loses the constant of some.
+    # docs/decisions/0024.
     cosine = tl.where(turned != swapped, -cosine, cosine)
     return sine, cosine
 
@@ -107,7 +114,8 @@ def _axis(
 ):
     """Which axis of the positions each pair takes its angle from: [PAIR_BLOCK].
 
-    Sections in a row: where those of axes 1, 2 and 3 begin. Interleaved: which third pairs are of axes 1 and 2, up to where.
+    Sections in a row: axes 1, 2 and 3 begin at pairs SECTION_1, SECTION_2 and SECTION_3. Interleaved: pairs 1, 4, 7 ...
+    below SECTION_1 are of axis 1, pairs 2, 5, 8 ... below SECTION_2 of axis 2, and all others of axis 0.
     """
     if SECTIONS_INTERLEAVED:
         first = (i_pair % 3 == 1) & (i_pair < SECTION_1)
@@ -119,7 +127,7 @@ def _axis(
 
 @triton.jit
 def _bounds(cu_seqlens, i_bound, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr):
-    """Where sequences begin among the tokens of this rank; past the last bound, a number larger than any."""
+    """Where sequences begin among the tokens of this rank; past the last bound, a number larger than any token's."""
     bound = tl.load(cu_seqlens + i_bound, mask=i_bound <= sequences, other=2147483647)
     if CONTEXT_PARALLEL:
         bound = tl.where(i_bound <= sequences, bound // cp_size, bound)
@@ -131,8 +139,8 @@ def _sequences(
     i_token, cu_seqlens, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr, STEPS: tl.constexpr, FAN: tl.constexpr
 ):
     """The sequence of each token, where it begins, and whether there is one: [BLOCK_TOKENS] each."""
-    # The last bound at or before each token, FAN places at a time: each step waits for memory once, and one step is
-    # enough for FAN - 1 sequences. Of the equal bounds of empty sequences the last one counts.
+    # Search the last bound at or before each token by comparing FAN bounds at a time. Each step waits for memory once,
+    # and one step is enough for FAN - 1 sequences. Empty sequences have equal bounds, of which the last one counts.
     end = tl.load(cu_seqlens + sequences)
     if CONTEXT_PARALLEL:
         end = end // cp_size
@@ -150,7 +158,7 @@ def _sequences(
 
 @triton.jit
 def _dual_chunk(i_place, length, cp_size, cp_rank):
-    """Place in the whole sequence: a rank's tokens are chunks cp_rank and 2 cp_size - 1 - cp_rank of 2 cp_size."""
+    """Place in the whole sequence, of whose 2 cp_size chunks a rank has numbers cp_rank and 2 cp_size - 1 - cp_rank."""
     chunk = length // 2
     later = (2 * cp_size - 2 - cp_rank) * chunk + i_place  # tokens of the second chunk begin at ``chunk``
     return tl.where(i_place < chunk, cp_rank * chunk + i_place, later)
@@ -166,7 +174,7 @@ def _tail(rows, m_row, stride_d, FEATURE: tl.constexpr, TAIL: tl.constexpr, TAIL
 
 @triton.jit
 def _multiple(stride, MULTIPLE: tl.constexpr):
-    """The stride, of which the compiler then sees that MULTIPLE divides it, and so how much one load can take."""
+    """The stride as it is; the compiler then sees that MULTIPLE divides it, and so how much one load can take."""
     if MULTIPLE > 1:
         if isinstance(stride, tl.tensor):  # 1 is a constant
             stride = stride // MULTIPLE * MULTIPLE
@@ -203,7 +211,7 @@ def _features(PAIR_BLOCK: tl.constexpr, DISTANCE: tl.constexpr, FEATURE: tl.cons
 
 @triton.jit
 def _together(values, i_row, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, NORM_ALL: tl.constexpr):
-    """For each row the sum of a number of each row over those that are normalised with it: [BLOCK_TOKENS, BLOCK_HEADS]."""
+    """For each row the sum of ``values`` over the rows that are normalised with it: [BLOCK_TOKENS, BLOCK_HEADS]."""
     if NORM_ALL:
         m_query = (i_row < HEADS)[None, :]
         of_query = tl.sum(tl.where(m_query, values, 0.0), 1)[:, None]
@@ -233,14 +241,14 @@ def _reciprocal_norms(
     HEAD_DIM: tl.constexpr,
     NORM_ALL: tl.constexpr,
 ):
-    """1 / sqrt(mean of the squares + eps), given the sum of each row: [BLOCK_TOKENS, BLOCK_HEADS, 1]."""
+    """1 / sqrt(mean of the squares + eps), given the sum of squares of each row: [BLOCK_TOKENS, BLOCK_HEADS, 1]."""
     part = _parts(i_row, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
     return tl.rsqrt(_together(squares, i_row, HEADS, KEY_HEADS, NORM_ALL) * part + eps)[:, :, None]
 
 
 @triton.jit
 def _spread(row, i_feature, BLOCK: tl.constexpr):
-    """Pointers to some features of each row: BLOCK."""
+    """Pointers to some features of each row, in a tile of shape BLOCK."""
     return tl.broadcast_to(row[None, :, None] + i_feature[None, None, :], BLOCK)
 
 
@@ -260,7 +268,8 @@ def _weights(
 ):
     """The weight of each feature of each row, 0 outside the mask: [BLOCK_TOKENS, BLOCK_HEADS, block], float32.
 
-    Read as rows are, for each token: a smaller tile would be spread over the threads by shared memory and barriers.
+    Loaded for each token, in the layout of the rows: a smaller tile would have to be spread over the threads through
+    shared memory, with barriers.
     """
     p_row = i_row * 0
     if NORM_ALL:
@@ -283,7 +292,7 @@ def _weights(
 
 @triton.jit
 def _scaled(values, reciprocal, weights, dtype: tl.constexpr, ROUNDING: tl.constexpr):
-    """Values by their reciprocal norm and their weight, in float32, rounded between as a model's own code does."""
+    """Values times their reciprocal norm and weight, in float32, rounded in between as the model's own code does."""
     values = values * reciprocal
     if ROUNDING == "each":
         values = values.to(dtype).to(tl.float32)
@@ -295,7 +304,7 @@ def _scaled(values, reciprocal, weights, dtype: tl.constexpr, ROUNDING: tl.const
 
 @triton.jit
 def _kept(values, m_row):
-    """The values of some rows, and 0 in others: [BLOCK_TOKENS, BLOCK_HEADS, block]."""
+    """The values of the rows in ``m_row``, and 0 in the others: [BLOCK_TOKENS, BLOCK_HEADS, block]."""
     return tl.where(m_row[:, :, None], values, 0.0)
 
 
@@ -311,9 +320,9 @@ def _add_four(a_0, a_1, a_2, a_3, b_0, b_1, b_2, b_3):
 
 @triton.jit
 def _both_together(a, b, i_row, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, NORM_ALL: tl.constexpr):
-    """For each row the sums of two numbers of each over the rows that are normalised with it: [BLOCK_TOKENS, BLOCK_HEADS] both.
+    """_together of a and of b: [BLOCK_TOKENS, BLOCK_HEADS] both.
 
-    Of the query and of the key at once: warps wait for each other once.
+    One reduction sums both, for the query and for the key: warps wait for each other once.
     """
     if NORM_ALL:
         m_query = (i_row < HEADS)[None, :]
@@ -361,7 +370,7 @@ def rope_norm_backward_interleaved_freqs(
     key_out,
     positions,  # int32 or int64: ids, starts, or one offset
     weight,  # of the norm of x: [HEAD_DIM], or [HEADS * HEAD_DIM] if NORM_ALL
-    key_weight,  # of that of the key; without a key any pointer
+    key_weight,  # of the norm of the key; any pointer without a key
     given,
     key_given,
     partials,  # float32 [programs, features of both weights]
@@ -380,7 +389,7 @@ def rope_norm_backward_interleaved_freqs(
     angle_stride_s,
     angle_stride_d,
     sequences,
-    cp_size,  # of positions with axes: elements from one axis to the next
+    cp_size,  # ranks; if POSITIONS is "axes", elements of positions from one axis to the next
     cp_rank,
     scaling,
     eps,
@@ -414,16 +423,16 @@ def rope_norm_backward_interleaved_freqs(
     STORE_CACHE: tl.constexpr,
     PDL: tl.constexpr,
     MULTIPLE: tl.constexpr,  # divides all strides of rows; 1 if 16 does, which the compiler sees itself
-    ANGLE_MULTIPLE: tl.constexpr,  # the same of those of angles
+    ANGLE_MULTIPLE: tl.constexpr,  # the same for the strides of angles
     SEARCH_STEPS: tl.constexpr,
     SEARCH_FAN: tl.constexpr,  # SEARCH_FAN ** SEARCH_STEPS > sequences
     KEY_HEADS: tl.constexpr,
     COPIED_HEADS: tl.constexpr,  # none
     TURNED_PAIRS: tl.constexpr,  # the first of PAIRS rotate
     PAIR_DISTANCE: tl.constexpr,  # features between the two of a pair, style half
-    FIRST_FEATURE: tl.constexpr,  # of those that rotate
+    FIRST_FEATURE: tl.constexpr,  # the first feature that rotates
     TAIL_FEATURE: tl.constexpr,  # the first of TAIL
-    CONJUGATE: tl.constexpr,  # by minus the angle
+    CONJUGATE: tl.constexpr,  # rotate by minus the angle
     SCALED: tl.constexpr,
     ANGLES_PER_BATCH: tl.constexpr,
     POSITIONS: tl.constexpr,  # "order", "offset", "starts", "ids" or "axes"
@@ -433,18 +442,20 @@ def rope_norm_backward_interleaved_freqs(
     SECTIONS_INTERLEAVED: tl.constexpr,
     PACKED: tl.constexpr,
     CONTEXT_PARALLEL: tl.constexpr,
-    ANGLE_EVICT: tl.constexpr,  # of a table; inv_freq is read again by every program
+    ANGLE_EVICT: tl.constexpr,  # for loads of a table, not of inv_freq, which every program reads again
     HEAD_DIM: tl.constexpr,
-    NORM_ALL: tl.constexpr,  # the heads of a tensor are normalised together, and not each head
+    NORM_ALL: tl.constexpr,  # the heads of a tensor are normalised together, not each by itself
     ZERO_CENTERED: tl.constexpr,  # features are multiplied by 1 + weight
-    ROUNDING: tl.constexpr,  # of the forward, whose gradient takes it as exact
-    STAGES: tl.constexpr,  # tiles that a program has at a time, under way or at work
+    ROUNDING: tl.constexpr,  # where the forward rounds, which the gradient takes as exact
+    STAGES: tl.constexpr,  # tiles that a program has at a time: being loaded, or computed
 ):
     if PDL:
-        # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
+        # Dependent launch: the next kernel's programs may take places that fall free. This kernel reads and writes
+        # nothing before the previous one has ended.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # 64-bit offsets of features and entries too: a few may lie further apart than 2^31. A stride of 1 is a constant.
+    # 64-bit offsets of features and angle entries too: even a few may lie further apart than 2^31 elements. Triton
+    # makes a stride of 1 a constant, which is no tensor.
     if isinstance(stride_d, tl.tensor):
         stride_d = stride_d.to(tl.int64)
     if isinstance(angle_stride_d, tl.tensor):
@@ -454,7 +465,7 @@ def rope_norm_backward_interleaved_freqs(
     if isinstance(given_stride_d, tl.tensor):
         given_stride_d = given_stride_d.to(tl.int64)
 
-    # This program's rows, and the tiles of tokens that it takes: of all batch entries, every ``turns``-th.
+    # This program's rows. It takes every ``turns``-th tile of the tokens of all batch entries.
     rows_of_token: tl.constexpr = HEADS + KEY_HEADS
     row_tiles: tl.constexpr = (rows_of_token + BLOCK_HEADS - 1) // BLOCK_HEADS
     i_program = tl.program_id(0)
@@ -480,7 +491,7 @@ def rope_norm_backward_interleaved_freqs(
         )
         sum_tail = tl.zeros([BLOCK_TOKENS, BLOCK_HEADS, TAIL_BLOCK], tl.float32)
 
-    # Tiles are on their way to shared memory while one before them is at work.
+    # The next tiles are loaded to shared memory while one is computed.
     for i_tile in tl.range(i_program // row_tiles, token_tiles * batch, turns, num_stages=STAGES):
         i_batch = (i_tile // token_tiles).to(tl.int64)
         i_token = (i_tile % token_tiles) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
@@ -508,13 +519,14 @@ def rope_norm_backward_interleaved_freqs(
             tail, m_tail = _tail(given_rows, m_row, given_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
             b_tail = tl.load(tail, mask=m_tail, other=0.0, eviction_policy=LOAD_EVICT)
 
-        # The position of each token, and whether it has one: [BLOCK_TOKENS] both. One an axis: [BLOCK_TOKENS, PAIR_BLOCK].
+        # The position of each token, and whether it has one: [BLOCK_TOKENS] both. With axes, each pair has the
+        # position of its axis: i_position is [BLOCK_TOKENS, PAIR_BLOCK].
         m_inside = m_token
         i_pair = tl.arange(0, PAIR_BLOCK)
         if POSITIONS == "axes":
             i_axis = _axis(i_pair, SECTION_1, SECTION_2, SECTION_3, SECTIONS_INTERLEAVED)
             p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
-            p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # such calls have no ranks
+            p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # no ranks here
             i_position = tl.load(positions + p_id, mask=m_token[:, None], other=0)
         elif POSITIONS == "ids":
             p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
@@ -545,7 +557,7 @@ def rope_norm_backward_interleaved_freqs(
                 else:
                     i_position += tl.load(positions + i_sequence * position_stride_b)
 
-        # Angles of the tile, [BLOCK_TOKENS, PAIR_BLOCK]; past the rows that there are, NaN.
+        # Cosines and sines, [BLOCK_TOKENS, PAIR_BLOCK]; NaN past the tokens, and past the rows of a table.
         m_known = m_token[:, None] if POSITIONS == "axes" else m_token
         m_known = m_known & (i_position < angle_rows)
         m_known = m_known & (i_position >= 0)
@@ -574,11 +586,13 @@ def rope_norm_backward_interleaved_freqs(
         cos_first, sin_first = cos_first[:, None, :], sin_first[:, None, :]
         cos_second, sin_second = cos_second[:, None, :], sin_second[:, None, :]
 
-        # Where a tile has no tokens or pairs its gradients are 0, and its angles NaN: 0 times these would not be 0.
+        # Where a tile has no tokens or pairs, gradients are 0 and angles are NaN. 0 * NaN would be NaN, so cosines and
+        # sines become 0.
         m_turned = m_token[:, None, None] & (i_pair < TURNED_PAIRS)[None, None, :]
         cos_first, sin_first = tl.where(m_turned, cos_first, 0.0), tl.where(m_turned, sin_first, 0.0)
         cos_second, sin_second = tl.where(m_turned, cos_second, 0.0), tl.where(m_turned, sin_second, 0.0)
-        # z, the gradient of what the norm gave, by the transpose: the sines of the pair change places, and their signs turn.
+        # z, the gradient of the norm's result, by the transpose: the two sines of a pair change places, and their signs
+        # change.
         grad_first, grad_second = grad_first.to(tl.float32), grad_second.to(tl.float32)
         z_first = grad_first * cos_first + grad_second * sin_second
         z_second = grad_second * cos_second - grad_first * sin_first
@@ -591,7 +605,7 @@ def rope_norm_backward_interleaved_freqs(
         if PACKED:  # tokens that no sequence holds were copied: they may be NaN, and add nothing
             z_first, z_second = _kept(z_first, m_used), _kept(z_second, m_used)
             b_first, b_second = _kept(b_first, m_used), _kept(b_second, m_used)
-        # y, and what of it lies along the input.
+        # y; and for each row the sum of the squares of the input, and that of y * input.
         y_first, y_second = z_first * w_first, z_second * w_second
         squares = tl.sum(b_first * b_first + b_second * b_second, 2)
         along = tl.sum(y_first * b_first + y_second * b_second, 2)
@@ -603,7 +617,8 @@ def rope_norm_backward_interleaved_freqs(
             squares += tl.sum(tail_32 * tail_32, 2)
             along += tl.sum(y_tail * tail_32, 2)
         squares, along = _both_together(squares, along, i_row, HEADS, KEY_HEADS, NORM_ALL)
-        # Where a tile has no rows it is 1 / sqrt(eps), which may be 1 / 0: 0 times it would be NaN in the weights' gradients.
+        # Where a tile has no rows it would be 1 / sqrt(eps), which may be 1 / 0, and 0 times that NaN in the weights'
+        # gradients: set it to 0.
         reciprocal = tl.where(m_used, tl.rsqrt(squares * part + eps), 0.0)[:, :, None]
         along = (along * part)[:, :, None] * reciprocal
 

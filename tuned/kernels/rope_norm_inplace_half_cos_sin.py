@@ -5,8 +5,10 @@
 
 One tensor or two, a query and a key, in one launch: x and key are [seq, batch, heads, head_dim] by
 their strides (in elements), whatever the order in memory. The rows of a token are the heads of x,
-then those of key. A plain call has x alone, and what else it does not use is a constant. Float32
-inside, one rounding at the store. Names: i_ index, m_ mask, p_ offset in elements.
+then those of key. A program computes tiles of BLOCK_TOKENS tokens and BLOCK_HEADS rows, and waits for
+no other program. The kernel of a plain call has x alone: parameters that such a call does not use are
+constants. Arithmetic is in float32, and results are rounded once, at the store. Names: i_ index,
+m_ mask, p_ offset in elements.
 """
 
 import triton
@@ -65,7 +67,8 @@ def _axis(
 ):
     """Which axis of the positions each pair takes its angle from: [PAIR_BLOCK].
 
-    Sections in a row: where those of axes 1, 2 and 3 begin. Interleaved: which third pairs are of axes 1 and 2, up to where.
+    Sections in a row: axes 1, 2 and 3 begin at pairs SECTION_1, SECTION_2 and SECTION_3. Interleaved: pairs 1, 4, 7 ...
+    below SECTION_1 are of axis 1, pairs 2, 5, 8 ... below SECTION_2 of axis 2, and all others of axis 0.
     """
     if SECTIONS_INTERLEAVED:
         first = (i_pair % 3 == 1) & (i_pair < SECTION_1)
@@ -77,7 +80,7 @@ def _axis(
 
 @triton.jit
 def _bounds(cu_seqlens, i_bound, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr):
-    """Where sequences begin among the tokens of this rank; past the last bound, a number larger than any."""
+    """Where sequences begin among the tokens of this rank; past the last bound, a number larger than any token's."""
     bound = tl.load(cu_seqlens + i_bound, mask=i_bound <= sequences, other=2147483647)
     if CONTEXT_PARALLEL:
         bound = tl.where(i_bound <= sequences, bound // cp_size, bound)
@@ -89,8 +92,8 @@ def _sequences(
     i_token, cu_seqlens, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr, STEPS: tl.constexpr, FAN: tl.constexpr
 ):
     """The sequence of each token, where it begins, and whether there is one: [BLOCK_TOKENS] each."""
-    # The last bound at or before each token, FAN places at a time: each step waits for memory once, and one step is
-    # enough for FAN - 1 sequences. Of the equal bounds of empty sequences the last one counts.
+    # Search the last bound at or before each token by comparing FAN bounds at a time. Each step waits for memory once,
+    # and one step is enough for FAN - 1 sequences. Empty sequences have equal bounds, of which the last one counts.
     end = tl.load(cu_seqlens + sequences)
     if CONTEXT_PARALLEL:
         end = end // cp_size
@@ -108,7 +111,7 @@ def _sequences(
 
 @triton.jit
 def _dual_chunk(i_place, length, cp_size, cp_rank):
-    """Place in the whole sequence: a rank's tokens are chunks cp_rank and 2 cp_size - 1 - cp_rank of 2 cp_size."""
+    """Place in the whole sequence, of whose 2 cp_size chunks a rank has numbers cp_rank and 2 cp_size - 1 - cp_rank."""
     chunk = length // 2
     later = (2 * cp_size - 2 - cp_rank) * chunk + i_place  # tokens of the second chunk begin at ``chunk``
     return tl.where(i_place < chunk, cp_rank * chunk + i_place, later)
@@ -124,7 +127,7 @@ def _tail(rows, m_row, stride_d, FEATURE: tl.constexpr, TAIL: tl.constexpr, TAIL
 
 @triton.jit
 def _multiple(stride, MULTIPLE: tl.constexpr):
-    """The stride, of which the compiler then sees that MULTIPLE divides it, and so how much one load can take."""
+    """The stride as it is; the compiler then sees that MULTIPLE divides it, and so how much one load can take."""
     if MULTIPLE > 1:
         if isinstance(stride, tl.tensor):  # 1 is a constant
             stride = stride // MULTIPLE * MULTIPLE
@@ -161,7 +164,7 @@ def _features(PAIR_BLOCK: tl.constexpr, DISTANCE: tl.constexpr, FEATURE: tl.cons
 
 @triton.jit
 def _together(values, i_row, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, NORM_ALL: tl.constexpr):
-    """For each row the sum of a number of each row over those that are normalised with it: [BLOCK_TOKENS, BLOCK_HEADS]."""
+    """For each row the sum of ``values`` over the rows that are normalised with it: [BLOCK_TOKENS, BLOCK_HEADS]."""
     if NORM_ALL:
         m_query = (i_row < HEADS)[None, :]
         of_query = tl.sum(tl.where(m_query, values, 0.0), 1)[:, None]
@@ -191,14 +194,14 @@ def _reciprocal_norms(
     HEAD_DIM: tl.constexpr,
     NORM_ALL: tl.constexpr,
 ):
-    """1 / sqrt(mean of the squares + eps), given the sum of each row: [BLOCK_TOKENS, BLOCK_HEADS, 1]."""
+    """1 / sqrt(mean of the squares + eps), given the sum of squares of each row: [BLOCK_TOKENS, BLOCK_HEADS, 1]."""
     part = _parts(i_row, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
     return tl.rsqrt(_together(squares, i_row, HEADS, KEY_HEADS, NORM_ALL) * part + eps)[:, :, None]
 
 
 @triton.jit
 def _spread(row, i_feature, BLOCK: tl.constexpr):
-    """Pointers to some features of each row: BLOCK."""
+    """Pointers to some features of each row, in a tile of shape BLOCK."""
     return tl.broadcast_to(row[None, :, None] + i_feature[None, None, :], BLOCK)
 
 
@@ -218,7 +221,8 @@ def _weights(
 ):
     """The weight of each feature of each row, 0 outside the mask: [BLOCK_TOKENS, BLOCK_HEADS, block], float32.
 
-    Read as rows are, for each token: a smaller tile would be spread over the threads by shared memory and barriers.
+    Loaded for each token, in the layout of the rows: a smaller tile would have to be spread over the threads through
+    shared memory, with barriers.
     """
     p_row = i_row * 0
     if NORM_ALL:
@@ -241,7 +245,7 @@ def _weights(
 
 @triton.jit
 def _scaled(values, reciprocal, weights, dtype: tl.constexpr, ROUNDING: tl.constexpr):
-    """Values by their reciprocal norm and their weight, in float32, rounded between as a model's own code does."""
+    """Values times their reciprocal norm and weight, in float32, rounded in between as the model's own code does."""
     values = values * reciprocal
     if ROUNDING == "each":
         values = values.to(dtype).to(tl.float32)
@@ -265,7 +269,7 @@ def rope_norm_inplace_half_cos_sin(
     key,
     positions,  # int32 or int64: ids, starts, or one offset
     weight,  # of the norm of x: [HEAD_DIM], or [HEADS * HEAD_DIM] if NORM_ALL
-    key_weight,  # of that of the key; without a key any pointer
+    key_weight,  # of the norm of the key; any pointer without a key
     offset,
     seq,
     batch,
@@ -277,7 +281,7 @@ def rope_norm_inplace_half_cos_sin(
     angle_stride_s,
     angle_stride_d,
     sequences,
-    cp_size,  # of positions with axes: elements from one axis to the next
+    cp_size,  # ranks; if POSITIONS is "axes", elements of positions from one axis to the next
     cp_rank,
     scaling,
     eps,
@@ -301,16 +305,16 @@ def rope_norm_inplace_half_cos_sin(
     STORE_CACHE: tl.constexpr,
     PDL: tl.constexpr,
     MULTIPLE: tl.constexpr,  # divides all strides of rows; 1 if 16 does, which the compiler sees itself
-    ANGLE_MULTIPLE: tl.constexpr,  # the same of those of angles
+    ANGLE_MULTIPLE: tl.constexpr,  # the same for the strides of angles
     SEARCH_STEPS: tl.constexpr,
     SEARCH_FAN: tl.constexpr,  # SEARCH_FAN ** SEARCH_STEPS > sequences
     KEY_HEADS: tl.constexpr,
     COPIED_HEADS: tl.constexpr,  # the last of HEADS are copied: v of a packed qkv
     TURNED_PAIRS: tl.constexpr,  # the first of PAIRS rotate, the others are copied
     PAIR_DISTANCE: tl.constexpr,  # features between the two of a pair, style half
-    FIRST_FEATURE: tl.constexpr,  # of those that rotate
+    FIRST_FEATURE: tl.constexpr,  # the first feature that rotates
     TAIL_FEATURE: tl.constexpr,  # the first of TAIL
-    CONJUGATE: tl.constexpr,  # by minus the angle
+    CONJUGATE: tl.constexpr,  # rotate by minus the angle
     SCALED: tl.constexpr,
     ANGLES_PER_BATCH: tl.constexpr,
     POSITIONS: tl.constexpr,  # "order", "offset", "starts", "ids" or "axes"
@@ -320,36 +324,38 @@ def rope_norm_inplace_half_cos_sin(
     SECTIONS_INTERLEAVED: tl.constexpr,
     PACKED: tl.constexpr,
     CONTEXT_PARALLEL: tl.constexpr,
-    ANGLE_EVICT: tl.constexpr,  # of a table; inv_freq is read again by every program
+    ANGLE_EVICT: tl.constexpr,  # for loads of a table, not of inv_freq, which every program reads again
     HEAD_DIM: tl.constexpr,
-    NORM_ALL: tl.constexpr,  # the heads of a tensor are normalised together, and not each head
+    NORM_ALL: tl.constexpr,  # the heads of a tensor are normalised together, not each by itself
     ZERO_CENTERED: tl.constexpr,  # features are multiplied by 1 + weight
-    ROUNDING: tl.constexpr,  # "once": at the store; "product": after the weight too; "each": before the weight too
-    STAGES: tl.constexpr,  # tiles that a program has at a time, under way or at work
+    ROUNDING: tl.constexpr,  # "once": at the store; "product": also after the norm's weight; "each": also before it
+    STAGES: tl.constexpr,  # tiles that a program has at a time: being loaded, or computed
 ):
     if PDL:
-        # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
+        # Dependent launch: the next kernel's programs may take places that fall free. This kernel reads and writes
+        # nothing before the previous one has ended.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # 64-bit offsets of features and entries too: a few may lie further apart than 2^31. A stride of 1 is a constant.
+    # 64-bit offsets of features and angle entries too: even a few may lie further apart than 2^31 elements. Triton
+    # makes a stride of 1 a constant, which is no tensor.
     if isinstance(stride_d, tl.tensor):
         stride_d = stride_d.to(tl.int64)
     if isinstance(angle_stride_d, tl.tensor):
         angle_stride_d = angle_stride_d.to(tl.int64)
-    # A program reads both features of a pair before it writes either, and no other program touches them.
+    # Safe in place: a program reads both features of a pair before it writes either, and no other program touches them.
     out, key_out, out_stride_d = x, key, stride_d
     out_stride_s, out_stride_b, out_stride_h = x_stride_s, x_stride_b, x_stride_h
     key_out_stride_s, key_out_stride_b, key_out_stride_h = key_stride_s, key_stride_b, key_stride_h
     if isinstance(out_stride_d, tl.tensor):
         out_stride_d = out_stride_d.to(tl.int64)
 
-    ABSENT: tl.constexpr = 0.0  # what a tile has in the place of rows and features that there are none of
+    ABSENT: tl.constexpr = 0.0  # the value of a tile where there is no row or feature
 
     # This program's tile of tokens and of rows.
     i_program = tl.program_id(0)
     token_tiles = tl.cdiv(seq, BLOCK_TOKENS)
-    # Rows are the heads of one batch entry; a packed call has one entry. A program takes every ``turns``-th tile of tokens, of
-    # all batch entries, for the same rows.
+    # Rows are the heads of one batch entry; a packed call has one entry. A program keeps its rows, and takes every
+    # ``turns``-th tile of the tokens of all batch entries.
     rows_of_token: tl.constexpr = HEADS + KEY_HEADS
     row_tiles: tl.constexpr = (rows_of_token + BLOCK_HEADS - 1) // BLOCK_HEADS
     turns = tl.num_programs(0) // row_tiles
@@ -359,7 +365,7 @@ def rope_norm_inplace_half_cos_sin(
     else:
         i_row_tile = i_program % row_tiles
         i_tile_0 = i_program // row_tiles
-    # Weights are in flight before what is read of tokens: after the sums of squares they would be waited for once more.
+    # Load the weights before the tokens: loaded after the sums of squares, they would be one more wait.
     i_own = i_row_tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # rows, [BLOCK_HEADS]
     i_first, i_second = _features(PAIR_BLOCK, PAIR_DISTANCE, FIRST_FEATURE)
     m_pair = tl.arange(0, PAIR_BLOCK) < PAIRS
@@ -375,7 +381,7 @@ def rope_norm_inplace_half_cos_sin(
         w_tail = _weights(
             weight, key_weight, i_own, i_tail, m_kept, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS
         )
-    if STAGES > 1:  # tile after tile, the next on their way to shared memory while one is at work
+    if STAGES > 1:  # tile after tile: the next ones are loaded to shared memory while one is computed
         for i_tile in tl.range(i_tile_0, token_tiles * batch, turns, num_stages=STAGES):
             i_batch = (i_tile // token_tiles).to(tl.int64)
             i_token_tile = i_tile % token_tiles
@@ -383,7 +389,7 @@ def rope_norm_inplace_half_cos_sin(
             m_token = i_token < seq
             i_row = i_row_tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
 
-            # In flight while the angles are found and their sines taken.
+            # Loads of rows come first: they are on their way while the angles are found and their sines computed.
             m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
             rows = _rows(
                 x, key, i_batch, i_token, i_row,
@@ -395,13 +401,14 @@ def rope_norm_inplace_half_cos_sin(
                 tail, m_tail = _tail(rows, m_row, stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
                 b_tail = tl.load(tail, mask=m_tail, other=ABSENT, eviction_policy=LOAD_EVICT)
 
-            # The position of each token, and whether it has one: [BLOCK_TOKENS] both. One an axis: [BLOCK_TOKENS, PAIR_BLOCK].
+            # The position of each token, and whether it has one: [BLOCK_TOKENS] both. With axes, each pair has the
+            # position of its axis: i_position is [BLOCK_TOKENS, PAIR_BLOCK].
             m_inside = m_token
             i_pair = tl.arange(0, PAIR_BLOCK)
             if POSITIONS == "axes":
                 i_axis = _axis(i_pair, SECTION_1, SECTION_2, SECTION_3, SECTIONS_INTERLEAVED)
                 p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
-                p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # such calls have no ranks
+                p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # no ranks here
                 i_position = tl.load(positions + p_id, mask=m_token[:, None], other=0)
             elif POSITIONS == "ids":
                 p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
@@ -434,7 +441,7 @@ def rope_norm_inplace_half_cos_sin(
             if PACKED:  # tokens that no sequence holds stay as they are, unwritten
                 m_token = m_token & m_inside
 
-            # Angles of the tile, [BLOCK_TOKENS, PAIR_BLOCK]; past the rows that there are, NaN.
+            # Cosines and sines, [BLOCK_TOKENS, PAIR_BLOCK]; NaN past the tokens, and past the rows of a table.
             m_known = m_token[:, None] if POSITIONS == "axes" else m_token
             m_known = m_known & (i_position < angle_rows)
             m_known = m_known & (i_position >= 0)
@@ -465,7 +472,7 @@ def rope_norm_inplace_half_cos_sin(
 
             m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]
             b_first, b_second = first.to(tl.float32), second.to(tl.float32)
-            # What is copied of a head is normalised too; what is copied of tokens that no sequence holds is not.
+            # Features of a head that do not rotate are normalised too. Tokens that no sequence holds are only copied.
             raw_first, raw_second = first, second
             squares = tl.sum(b_first * b_first + b_second * b_second, 2)
             if TAIL > 0:
@@ -479,13 +486,13 @@ def rope_norm_inplace_half_cos_sin(
             if TAIL > 0:
                 b_tail = _scaled(tail_32, reciprocal, w_tail, first.dtype, ROUNDING).to(first.dtype)
             if BACKWARD:
-                # The transpose: the sines of the pair change places, and their signs turn.
+                # The transpose: the two sines of a pair change places, and their signs change.
                 out_first = b_first * cos_first + b_second * sin_second
                 out_second = b_second * cos_second - b_first * sin_first
             else:
                 out_first = b_first * cos_first - b_second * sin_first
                 out_second = b_second * cos_second + b_first * sin_second
-            # What is copied keeps its bits.
+            # Features and heads that are copied keep their bits.
             out_first, out_second = out_first.to(first.dtype), out_second.to(first.dtype)
             if TURNED_PAIRS < PAIRS:
                 m_turned = (i_pair < TURNED_PAIRS)[None, None, :]
@@ -510,14 +517,14 @@ def rope_norm_inplace_half_cos_sin(
             if TAIL > 0:
                 tail, m_tail = _tail(out_rows, m_row, out_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
                 tl.store(tail, b_tail, mask=m_tail, cache_modifier=STORE_CACHE)
-    else:  # one: a loop would cost registers
+    else:  # one tile: a loop would cost registers
         i_batch = (i_tile_0 // token_tiles).to(tl.int64)
         i_token_tile = i_tile_0 % token_tiles
         i_token = i_token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
         m_token = i_token < seq
         i_row = i_row_tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
 
-        # In flight while the angles are found and their sines taken.
+        # Loads of rows come first: they are on their way while the angles are found and their sines computed.
         m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
         rows = _rows(
             x, key, i_batch, i_token, i_row,
@@ -529,13 +536,14 @@ def rope_norm_inplace_half_cos_sin(
             tail, m_tail = _tail(rows, m_row, stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
             b_tail = tl.load(tail, mask=m_tail, other=ABSENT, eviction_policy=LOAD_EVICT)
 
-        # The position of each token, and whether it has one: [BLOCK_TOKENS] both. One an axis: [BLOCK_TOKENS, PAIR_BLOCK].
+        # The position of each token, and whether it has one: [BLOCK_TOKENS] both. With axes, each pair has the
+        # position of its axis: i_position is [BLOCK_TOKENS, PAIR_BLOCK].
         m_inside = m_token
         i_pair = tl.arange(0, PAIR_BLOCK)
         if POSITIONS == "axes":
             i_axis = _axis(i_pair, SECTION_1, SECTION_2, SECTION_3, SECTIONS_INTERLEAVED)
             p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
-            p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # such calls have no ranks
+            p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # no ranks here
             i_position = tl.load(positions + p_id, mask=m_token[:, None], other=0)
         elif POSITIONS == "ids":
             p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
@@ -568,7 +576,7 @@ def rope_norm_inplace_half_cos_sin(
         if PACKED:  # tokens that no sequence holds stay as they are, unwritten
             m_token = m_token & m_inside
 
-        # Angles of the tile, [BLOCK_TOKENS, PAIR_BLOCK]; past the rows that there are, NaN.
+        # Cosines and sines, [BLOCK_TOKENS, PAIR_BLOCK]; NaN past the tokens, and past the rows of a table.
         m_known = m_token[:, None] if POSITIONS == "axes" else m_token
         m_known = m_known & (i_position < angle_rows)
         m_known = m_known & (i_position >= 0)
@@ -599,7 +607,7 @@ def rope_norm_inplace_half_cos_sin(
 
         m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]
         b_first, b_second = first.to(tl.float32), second.to(tl.float32)
-        # What is copied of a head is normalised too; what is copied of tokens that no sequence holds is not.
+        # Features of a head that do not rotate are normalised too. Tokens that no sequence holds are only copied.
         raw_first, raw_second = first, second
         squares = tl.sum(b_first * b_first + b_second * b_second, 2)
         if TAIL > 0:
@@ -613,13 +621,13 @@ def rope_norm_inplace_half_cos_sin(
         if TAIL > 0:
             b_tail = _scaled(tail_32, reciprocal, w_tail, first.dtype, ROUNDING).to(first.dtype)
         if BACKWARD:
-            # The transpose: the sines of the pair change places, and their signs turn.
+            # The transpose: the two sines of a pair change places, and their signs change.
             out_first = b_first * cos_first + b_second * sin_second
             out_second = b_second * cos_second - b_first * sin_first
         else:
             out_first = b_first * cos_first - b_second * sin_first
             out_second = b_second * cos_second + b_first * sin_second
-        # What is copied keeps its bits.
+        # Features and heads that are copied keep their bits.
         out_first, out_second = out_first.to(first.dtype), out_second.to(first.dtype)
         if TURNED_PAIRS < PAIRS:
             m_turned = (i_pair < TURNED_PAIRS)[None, None, :]

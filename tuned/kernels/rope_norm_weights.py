@@ -3,7 +3,8 @@
 @generated from templates/rope_norm_weights.py.jinja. Do not edit: change the template, then run
 `python tune.py --render`.
 
-Float32 inside, in the order of the programs whatever the GPU does first: the same bits in each run.
+A program sums BLOCK columns over all parts. Sums are in float32 and in one order, whichever program stored its part
+first: the same bits in each run.
 """
 
 import triton
@@ -14,7 +15,7 @@ import triton.language as tl
 def rope_norm_weights(
     partials,  # float32 [programs, WIDTH + KEY_WIDTH]
     weight_grad,  # [WIDTH], any dtype
-    key_weight_grad,  # [KEY_WIDTH]; without a key any pointer
+    key_weight_grad,  # [KEY_WIDTH]; any pointer without a key
     programs,
     WIDTH: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
@@ -23,6 +24,8 @@ def rope_norm_weights(
     PDL: tl.constexpr,
 ):
     if PDL:
+        # Dependent launch: the next kernel's programs may take places that fall free. This kernel reads and writes
+        # nothing before the previous one has ended.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     i_column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

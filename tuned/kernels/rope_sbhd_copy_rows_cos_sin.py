@@ -5,9 +5,11 @@
 
 One tensor or two, a query and a key, in one launch: x and key are [seq, batch, heads, head_dim] by
 their strides (in elements), whatever the order in memory. The rows of a token are the heads of x,
-then those of key. A plain call has x alone, and what else it does not use is a constant. Float32
-inside, one rounding at the store. Names: i_ index, m_ mask, p_ offset in elements.
-A tile has the features of a row in order, and the other of each pair beside it.
+then those of key. A program computes tiles of BLOCK_TOKENS tokens and BLOCK_HEADS rows, and waits for
+no other program. The kernel of a plain call has x alone: parameters that such a call does not use are
+constants. Arithmetic is in float32, and results are rounded once, at the store. Names: i_ index,
+m_ mask, p_ offset in elements.
+A tile has the features of a row in order, and beside each the other feature of its pair.
 """
 
 import triton
@@ -32,7 +34,8 @@ def _axis(
 ):
     """Which axis of the positions each pair takes its angle from: [PAIR_BLOCK].
 
-    Sections in a row: where those of axes 1, 2 and 3 begin. Interleaved: which third pairs are of axes 1 and 2, up to where.
+    Sections in a row: axes 1, 2 and 3 begin at pairs SECTION_1, SECTION_2 and SECTION_3. Interleaved: pairs 1, 4, 7 ...
+    below SECTION_1 are of axis 1, pairs 2, 5, 8 ... below SECTION_2 of axis 2, and all others of axis 0.
     """
     if SECTIONS_INTERLEAVED:
         first = (i_pair % 3 == 1) & (i_pair < SECTION_1)
@@ -44,7 +47,7 @@ def _axis(
 
 @triton.jit
 def _bounds(cu_seqlens, i_bound, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr):
-    """Where sequences begin among the tokens of this rank; past the last bound, a number larger than any."""
+    """Where sequences begin among the tokens of this rank; past the last bound, a number larger than any token's."""
     bound = tl.load(cu_seqlens + i_bound, mask=i_bound <= sequences, other=2147483647)
     if CONTEXT_PARALLEL:
         bound = tl.where(i_bound <= sequences, bound // cp_size, bound)
@@ -56,8 +59,8 @@ def _sequences(
     i_token, cu_seqlens, sequences, cp_size, CONTEXT_PARALLEL: tl.constexpr, STEPS: tl.constexpr, FAN: tl.constexpr
 ):
     """The sequence of each token, where it begins, and whether there is one: [BLOCK_TOKENS] each."""
-    # The last bound at or before each token, FAN places at a time: each step waits for memory once, and one step is
-    # enough for FAN - 1 sequences. Of the equal bounds of empty sequences the last one counts.
+    # Search the last bound at or before each token by comparing FAN bounds at a time. Each step waits for memory once,
+    # and one step is enough for FAN - 1 sequences. Empty sequences have equal bounds, of which the last one counts.
     end = tl.load(cu_seqlens + sequences)
     if CONTEXT_PARALLEL:
         end = end // cp_size
@@ -75,7 +78,7 @@ def _sequences(
 
 @triton.jit
 def _dual_chunk(i_place, length, cp_size, cp_rank):
-    """Place in the whole sequence: a rank's tokens are chunks cp_rank and 2 cp_size - 1 - cp_rank of 2 cp_size."""
+    """Place in the whole sequence, of whose 2 cp_size chunks a rank has numbers cp_rank and 2 cp_size - 1 - cp_rank."""
     chunk = length // 2
     later = (2 * cp_size - 2 - cp_rank) * chunk + i_place  # tokens of the second chunk begin at ``chunk``
     return tl.where(i_place < chunk, cp_rank * chunk + i_place, later)
@@ -83,7 +86,7 @@ def _dual_chunk(i_place, length, cp_size, cp_rank):
 
 @triton.jit
 def _multiple(stride, MULTIPLE: tl.constexpr):
-    """The stride, of which the compiler then sees that MULTIPLE divides it, and so how much one load can take."""
+    """The stride as it is; the compiler then sees that MULTIPLE divides it, and so how much one load can take."""
     if MULTIPLE > 1:
         if isinstance(stride, tl.tensor):  # 1 is a constant
             stride = stride // MULTIPLE * MULTIPLE
@@ -101,7 +104,7 @@ def _rows(
     stride_h = _multiple(stride_h, MULTIPLE)
     # 64-bit offsets: tokens x heads x head_dim may pass 2^31.
     i_token = i_token.to(tl.int64)
-    # Row batch entry * HEADS + head.
+    # A row is batch entry * HEADS + head.
     p_row = (i_row // HEADS).to(tl.int64) * stride_b + (i_row % HEADS).to(tl.int64) * stride_h
     return x + ((i_token * stride_s)[:, None] + p_row[None, :])
 
@@ -144,7 +147,7 @@ def rope_sbhd_copy_rows_cos_sin(
     PAIRS: tl.constexpr,  # pairs that are read and written
     ROW: tl.constexpr,  # features that are read and written
     ROW_BLOCK: tl.constexpr,  # ROW padded to a power of two
-    HEAD_STRIDE: tl.constexpr,  # of all tensors, where it is that of rows side by side; else 0
+    HEAD_STRIDE: tl.constexpr,  # from head to head in all tensors, if heads lie side by side; else 0
     PER_FEATURE: tl.constexpr,  # the two entries of a pair may differ
     BACKWARD: tl.constexpr,  # apply the transpose of the forward map
     BLOCK_TOKENS: tl.constexpr,
@@ -154,9 +157,9 @@ def rope_sbhd_copy_rows_cos_sin(
     STORE_CACHE: tl.constexpr,
     PDL: tl.constexpr,
     MULTIPLE: tl.constexpr,  # divides all strides of rows; 1 if 16 does, which the compiler sees itself
-    ANGLE_MULTIPLE: tl.constexpr,  # the same of those of angles
+    ANGLE_MULTIPLE: tl.constexpr,  # the same for the strides of angles
 ):
-    # What a plain call does not use.
+    # Constants in the place of the parameters that a plain call does not use; nothing reads the pointers.
     KEY_HEADS: tl.constexpr = 0
     COPIED_HEADS: tl.constexpr = 0
     TURNED_PAIRS: tl.constexpr = PAIRS
@@ -182,10 +185,12 @@ def rope_sbhd_copy_rows_cos_sin(
     SEARCH_STEPS: tl.constexpr = 1
     SEARCH_FAN: tl.constexpr = 1
     if PDL:
-        # Let the next kernel's programs take places that fall free; read nothing before the kernel before has ended.
+        # Dependent launch: the next kernel's programs may take places that fall free. This kernel reads and writes
+        # nothing before the previous one has ended.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    # 64-bit offsets of features and entries too: a few may lie further apart than 2^31. A stride of 1 is a constant.
+    # 64-bit offsets of features and angle entries too: even a few may lie further apart than 2^31 elements. Triton
+    # makes a stride of 1 a constant, which is no tensor.
     if isinstance(stride_d, tl.tensor):
         stride_d = stride_d.to(tl.int64)
     if isinstance(angle_stride_d, tl.tensor):
@@ -193,12 +198,12 @@ def rope_sbhd_copy_rows_cos_sin(
     if isinstance(out_stride_d, tl.tensor):
         out_stride_d = out_stride_d.to(tl.int64)
 
-    ABSENT: tl.constexpr = None  # what a tile has in the place of rows and features that there are none of
+    ABSENT: tl.constexpr = None  # the value of a tile where there is no row or feature
 
     # This program's tile of tokens and of rows.
     i_program = tl.program_id(0)
     token_tiles = tl.cdiv(seq, BLOCK_TOKENS)
-    # Rows run over batch and heads: all that lie at one position and share its angles.
+    # Rows run over batch and heads: all of them are at one position and share its angles.
     rows_of_token = batch * HEADS
     row_tiles = tl.cdiv(rows_of_token, BLOCK_HEADS)
     i_batch = tl.full((), 0, tl.int64)
@@ -210,7 +215,7 @@ def rope_sbhd_copy_rows_cos_sin(
         i_token_tile = i_program // row_tiles
     i_token = i_token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
     m_token = i_token < seq
-    # Rows of one tensor: where a tile held some of both, each row would have a pointer of its own.
+    # A tile has rows of one tensor, x or key: if it had some of both, each row would need its own pointer.
     i_first_row, rows_there, i_shift = i_row_tile * BLOCK_HEADS, rows_of_token, 0
     from_x, from_stride_s, from_stride_b = x, x_stride_s, x_stride_b
     to_out, to_stride_s, to_stride_b = out, out_stride_s, out_stride_b
@@ -227,8 +232,8 @@ def rope_sbhd_copy_rows_cos_sin(
     i_row = i_first_row + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
     m_there = i_row < rows_there
 
-    # The features of a row in order, so that what is stored at once is in a row in memory, and the pair of each: [ROW_BLOCK]. Past
-    # TURNED_PAIRS are those that do not rotate.
+    # [ROW_BLOCK]: the features of a row in order, so that a store writes neighbours in memory; and the pair of each
+    # feature. Pairs from TURNED_PAIRS on do not rotate.
     i_feature = tl.arange(0, ROW_BLOCK)
     m_feature = tl.arange(0, ROW_BLOCK) < ROW
     i_turned = i_feature - FIRST_FEATURE
@@ -242,7 +247,8 @@ def rope_sbhd_copy_rows_cos_sin(
         i_pair = tl.where(m_turned, i_pair, TURNED_PAIRS)
     i_other = tl.where(m_second, i_feature - PAIR_DISTANCE, i_feature + PAIR_DISTANCE)
 
-    # In flight while the angles are found and their sines taken. The other feature of a pair comes from L1, where its row is.
+    # Loads of x come first: they are on their way while the angles are found and their sines computed. The other
+    # feature of each pair comes from L1, since the load of ``own`` reads the same row.
     m_row = (m_token[:, None] & m_there[None, :])[:, :, None]
     if HEAD_STRIDE > 0:
         rows = _rows_side_by_side(
@@ -259,12 +265,13 @@ def rope_sbhd_copy_rows_cos_sin(
         rows[:, :, None] + i_other[None, None, :] * stride_d, mask=m_other, other=0.0, eviction_policy=LOAD_EVICT
     )
 
-    # The position of each token, and whether it has one: [BLOCK_TOKENS] both. One an axis: [BLOCK_TOKENS, PAIR_BLOCK].
+    # The position of each token, and whether it has one: [BLOCK_TOKENS] both. With axes, each pair has the
+    # position of its axis: i_position is [BLOCK_TOKENS, PAIR_BLOCK].
     m_inside = m_token
     if POSITIONS == "axes":
         i_axis = _axis(i_pair, SECTION_1, SECTION_2, SECTION_3, SECTIONS_INTERLEAVED)
         p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
-        p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # such calls have no ranks
+        p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # no ranks here
         i_position = tl.load(positions + p_id, mask=m_token[:, None], other=0)
     elif POSITIONS == "ids":
         p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
@@ -295,7 +302,7 @@ def rope_sbhd_copy_rows_cos_sin(
             else:
                 i_position += tl.load(positions + i_sequence * position_stride_b)
 
-    # Angles of the tile, [BLOCK_TOKENS, PAIR_BLOCK]; past the rows that there are, NaN.
+    # Cosines and sines, [BLOCK_TOKENS, PAIR_BLOCK]; NaN past the tokens, and past the rows of a table.
     m_known = m_token[:, None] if POSITIONS == "axes" else m_token
     m_known = m_known & (i_position < angle_rows)
     if POSITIONS == "axes":
@@ -331,8 +338,8 @@ def rope_sbhd_copy_rows_cos_sin(
         sine = tl.where(m_plus, sin_second, sin_first)
     sine = tl.where(m_plus, sine, -sine)
     if ROW > 2 * TURNED_PAIRS:
-        # What is copied is turned by nothing: x * 1 + 0 * -0 is x, zeros of both signs and infinities too. A choice between results
-        # would cost more: it is made for each row.
+        # Features that are copied get cosine 1 and sine -0, and ``other`` is 0: x * 1 + 0 * -0 is x, also for zeros of
+        # both signs and infinities. A choice between results would cost more, since it is made for each row.
         cosine = tl.where(m_turned[None, None, :], cosine, 1.0)
         sine = tl.where(m_turned[None, None, :], sine, -0.0)
     if PACKED and tl.min(m_inside.to(tl.int32), 0) == 0:  # tokens that no sequence holds are copied as they are

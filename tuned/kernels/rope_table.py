@@ -3,7 +3,7 @@
 @generated from templates/rope_table.py.jinja. Do not edit: change the template, then run
 `python tune.py --render`.
 
-What tuned.launching.launcher tries a launch on, and what the tests of sine and cosine run.
+tuned.launching.launcher launches this kernel to try a way of launching, and the tests of sine and cosine run it.
 """
 
 import triton
@@ -13,8 +13,9 @@ import triton.language as tl
 @triton.jit
 def _sincos(x):
     """Sine and cosine of float32 radians, each within 2.1 * 2^-24. No branch, no table, no stack."""
-    # The angle in quarter turns, modulo 4: x is m * 2^e with an integer m of 24 bits, and all that matters of
-    # m * 2 / pi are the 64 bits of m * window, in units of 2^-62. The words are floor(2 / pi * 2^230).
+    # Reduce the angle to quarter turns, modulo 4. |x| is m * 2^e with an integer m of 24 bits. Of 2 / pi only a window
+    # of 64 bits matters, which begins at bit ``place``: m * window, modulo 2^64, is the angle in units of 2^-62 quarter
+    # turns. The four words are floor(2 / pi * 2^230).
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)
     m = ((bits & 0x7FFFFF) | 0x800000).to(tl.uint64)
@@ -26,27 +27,32 @@ def _sincos(x):
     word_3 = tl.full((), 0x10E4107F9458EAF7, tl.uint64)
     high = tl.where(place < 64, word_0, tl.where(place < 128, word_1, word_2))
     low = tl.where(place < 64, word_1, tl.where(place < 128, word_2, word_3))
+    # Two shifts to the right, since a shift by 64 (if ``shift`` is 0) is not defined.
     window = (high << shift) | ((low >> 1) >> (63 - shift))
-    # Rounded to the nearest quarter turn; the rest, of +- half of one, in units of 2^-32.
+    # Add half a quarter turn, so that the top two bits are the nearest quarter turn. The rest, up to half a quarter
+    # turn either way, is in units of 2^-32; flipping its highest bit subtracts the half again.
     turns = m * window + 0x2000000000000000
     quarter = (turns >> 62).to(tl.int32)
     rest = ((turns >> 30) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True) ^ -2147483648
     r = rest.to(tl.float32) * 3.6572951981e-10  # pi / 2 * 2^-32
-    # Below pi / 4 there is nothing to reduce.
+    # Below pi / 4 there is nothing to reduce. Infinity and NaN give NaN.
     small = size < 0.78539816
     r = tl.where(small, size, tl.where(size < float("inf"), r, float("nan")))
     quarter = tl.where(small, 0, quarter)
-    # Chebyshev fits on +-pi / 4 of (sin r / r - 1) / r^2 and (cos r - 1 + r^2 / 2) / r^4: errors 1.4e-11 and 7.6e-10.
+    # Polynomials, Chebyshev fits on +-pi / 4 of (sin r / r - 1) / r^2 and (cos r - 1 + r^2 / 2) / r^4, whose errors are
+    # 1.4e-11 and 7.6e-10.
     z = r * r
     odd = r + r * z * (-0.16666667 + z * (8.3333319e-3 + z * (-1.9840087e-4 + z * 2.7249957e-6)))
     even = 1.0 - 0.5 * z + z * z * (0.041666664 + z * (-1.3888304e-3 + z * 2.4547986e-5))
+    # Odd quarter turns swap sine and cosine. Bit 1 of ``quarter`` is the sign of the sine of |x|.
     swapped = (quarter & 1) != 0
     sine = tl.where(swapped, even, odd)
     cosine = tl.where(swapped, odd, even)
     turned = (quarter & 2) != 0
     sine = tl.where(turned != (x < 0), -sine, sine)
-    # Bit 1 of quarter + 1, without the sum: LLVM narrows that to 16 bits and adds two at once (add.s16x2), and ptxas 12.8
-    # then loses the constant of some. docs/decisions/0024.
+    # The cosine is negative where bit 1 of quarter + 1 is set. Compare two bits instead of adding: LLVM narrows the
+    # addition to 16 bits and adds for two angles at once (add.s16x2), and ptxas 12.8 then loses the constant of some.
+    # docs/decisions/0024.
     cosine = tl.where(turned != swapped, -cosine, cosine)
     return sine, cosine
 
@@ -64,6 +70,8 @@ def rope_table(
     PDL: tl.constexpr,
 ):
     if PDL:
+        # Dependent launch: the next kernel's programs may take places that fall free. This kernel reads and writes
+        # nothing before the previous one has ended.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     i_entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
