@@ -91,8 +91,8 @@ release-check: $(VENV)/.dev  ## the same, and what is here must be what was veri
 	$(BIN)/python tune.py --check --release
 
 bench: $(VENV)/.bench  ## against the peers that are installed, on a GPU; then the tables and the plots
-	$(BIN)/python -m benchmarks.rope
-	$(BIN)/python -m benchmarks.gru
+	$(BIN)/python -m benchmarks.rope --minutes 60
+	$(BIN)/python -m benchmarks.gru --minutes 60
 	$(BIN)/python -m benchmarks.table --here --write docs/results.md
 	$(BIN)/python -m benchmarks.plot --here
 	$(BIN)/python -m benchmarks.summary --out .cache/summary.json --write README.md --plot docs/images/speedups.png

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import session
-from benchmarks.qk_norm import Bench, attempt, line, looked_at, measured, moved_us, summary, write
+from benchmarks.qk_norm import Bench, attempt, line, looked_at, measured, moved_us, told, write
 from tuned.dispatch import rope_append_, rope_qk
 
 Launch = Callable[[], Any]
@@ -248,8 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for kind in KINDS
         for tokens in many
     ]
-    rows, failed = measured([*todo, ("host", functools.partial(host_row, bench))], asked=ratios)
-    print(summary(rows, ratios), *(f"not measured: {name}: {why}" for name, why in failed.items()), sep="\n")
+    rows, failed = measured([*todo, ("host", functools.partial(host_row, bench))], asked=ratios, dry=options.dry)
+    print(told(rows, failed, ratios, dry=options.dry))
     write("append", options.out, {"bars": BARS, "rows": rows, "failed": failed}, PACKAGES, dry=options.dry)
     return int(bool(failed) or not rows)
 

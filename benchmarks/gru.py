@@ -32,7 +32,7 @@ from benchmarks import clock, gru_peers, record, session
 from benchmarks.gru_peers import CONTENDERS, FLASHRNN, IN_A_GRAPH, NN_GRU, Run, data
 from benchmarks.gru_plan import MATRIX_FLOPS, SequenceCall, StepCall, sequences, steps
 from benchmarks.record import Row, quotient
-from benchmarks.session import WrongResultError
+from benchmarks.session import WrongResultError, largest
 
 OURS, OURS_IN_A_GRAPH = "ours", "ours in a CUDA graph"
 WRONG = 2.0  # times PyTorch's error: larger is more than rounding. The bar on errors is in benchmarks.bars
@@ -57,7 +57,7 @@ def error_of(result: tuple[Any, ...], expected: tuple[Any, ...]) -> float:
     for given, wanted in pairs:
         if given.shape != wanted.shape:
             raise WrongResultError(f"shape {tuple(given.shape)} instead of {tuple(wanted.shape)}")
-    return max(float((given.double() - wanted).abs().max()) for given, wanted in pairs)
+    return largest(given.double() - wanted for given, wanted in pairs)
 
 
 def refuse_wrong(error: float, limit: float) -> None:

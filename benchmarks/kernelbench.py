@@ -128,7 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("checkout", type=Path, help="a clone of github.com/ScalingIntelligence/KernelBench")
     parser.add_argument("--problem", type=int, action="append", choices=PROBLEMS, help="only this one; several times")
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="only this one; several times")
-    parser.add_argument("--out", type=Path, help="by default benchmarks/results/kernelbench/<device>.json")
+    parser.add_argument(
+        "--out", type=Path, help="by default, of all rows, benchmarks/results/kernelbench/<device>.json"
+    )
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("KernelBench measures on a GPU, and PyTorch sees none here")
@@ -149,7 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error)
         return 1
     content = {"commit": commit_of(options.checkout), "trials": TIMED, "rows": rows, "failed": failed}
-    qk_norm.write("kernelbench", options.out, content, {}, dry=False)
+    if options.out is None and (options.problem or options.dtype):
+        print("these are a part of the rows, so this device's file stays as it is: --out FILE writes them")
+    else:
+        qk_norm.write("kernelbench", options.out, content, {}, dry=False)
     return int(bool(failed) or not rows or not all(row["correct"] for row in rows))
 
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from benchmarks import session
-from benchmarks.qk_norm import Bench, Launch, attempt, looked_at, measured, moved_us, summary, write
+from benchmarks.qk_norm import Bench, Launch, attempt, looked_at, measured, moved_us, told, write
 from tuned.dispatch import mla_kv_rope, rope, rope_qk
 
 KEPT, TURNED, VALUE = 128, 64, 128  # features of a head
@@ -276,8 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             row = functools.partial(key_row, bench, n, tokens, style, training=training)
             todo.append((f"key of {n}, {tokens}", row))
     todo.append(("host", functools.partial(host_row, bench)))
-    rows, failed = measured(todo, asked=ratios)
-    print(summary(rows, ratios), *(f"not measured: {name}: {why}" for name, why in failed.items()), sep="\n")
+    rows, failed = measured(todo, asked=ratios, dry=options.dry)
+    print(told(rows, failed, ratios, dry=options.dry))
     write("mla", options.out, {"bars": BARS, "rows": rows, "failed": failed}, PACKAGES, dry=options.dry)
     return int(bool(failed))
 

@@ -19,7 +19,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -541,15 +541,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     decodes = (2,) if options.dry else DECODES
     todo += [(f"decode of {tokens}", functools.partial(decode_row, bench, MODELS[0], tokens)) for tokens in decodes]
     todo.append(("host", functools.partial(host_row, bench, MODELS[0])))
-    rows, failed = measured(todo)
+    rows, failed = measured(todo, dry=options.dry)
     more = [("random", functools.partial(random_row, bench, draw))] * (2 if options.dry else RANDOM_CALLS)
-    found, wrong = measured(more, options.seconds)
+    found, wrong = measured(more, options.seconds, dry=options.dry)
     rows, failed = rows + found, failed | wrong
-    print(summary(rows), *(f"not measured: {name}: {why}" for name, why in failed.items()), sep="\n")
+    print(told(rows, failed, dry=options.dry))
     out = options.out
     content = {"seed": options.seed, "bars": BARS, "rows": rows, "failed": failed}
     write("qk_norm", out, content, PACKAGES, dry=options.dry)
     return int(bool(failed) or not found)
+
+
+def told(rows: Sequence[dict[str, Any]], failed: Mapping[str, str], asked: Ratios = ratios, *, dry: bool) -> str:
+    """The summary of the rows, and why others were not measured; a dry run has no times to sum up."""
+    ran = f"{len(rows)} calls ran and were compared with float64; a dry run times nothing"
+    return "\n".join(
+        (ran if dry else summary(rows, asked), *(f"not measured: {name}: {why}" for name, why in failed.items()))
+    )
 
 
 def write(name: str, out: Path | None, content: dict[str, Any], packages: dict[str, str], *, dry: bool) -> None:
@@ -563,7 +571,11 @@ def write(name: str, out: Path | None, content: dict[str, Any], packages: dict[s
 
 
 def measured(
-    todo: Sequence[tuple[str, Callable[[], dict[str, Any]]]], seconds: float = math.inf, asked: Ratios = ratios
+    todo: Sequence[tuple[str, Callable[[], dict[str, Any]]]],
+    seconds: float = math.inf,
+    asked: Ratios = ratios,
+    *,
+    dry: bool = False,
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """The rows that could be measured, and why others could not; no row is begun after ``seconds``."""
     rows, failed, end = list[dict[str, Any]](), dict[str, str](), time.monotonic() + seconds
@@ -572,7 +584,7 @@ def measured(
             break
         try:
             rows.append(measure())
-            print(line(rows[-1], asked), flush=True)
+            print(f"{name}: ran" if dry else line(rows[-1], asked), flush=True)
         except Exception as error:  # noqa: BLE001 (one row that fails must not cost the others)
             failed[f"{number}: {name}"] = session.reason(error)
             print(f"{name}: {session.reason(error)}", flush=True)

@@ -26,7 +26,7 @@ import torch
 
 import tuned
 import tuned.nn
-from benchmarks import ahead
+from benchmarks import ahead, session
 from benchmarks.record import environment  # of the device and the packages
 from benchmarks.verify import INTERRUPTED
 from generator.disk import write_whole
@@ -148,8 +148,8 @@ def compared(shape: Shape) -> dict[str, Any]:
     theirs.flatten_parameters()
     ours.flatten_parameters()
     first, second = theirs(x), ours(x)
-    apart = float((first[1].float() - second[1].float()).abs().max())
-    found = {**dataclasses.asdict(shape), "apart": apart, "rule": tuned.explain(ours, x).rule}
+    results = [[pair[0].data if shape.packed else pair[0], pair[1]] for pair in (second, first)]
+    found = {**dataclasses.asdict(shape), "apart": session.apart(*results), "rule": tuned.explain(ours, x).rule}
     found["theirs_us"], found["ours_us"] = in_turns(lambda: theirs(x), lambda: ours(x), call_us)
     if not shape.packed:
         graphs = captured(lambda: theirs(x)), captured(lambda: ours(x))

@@ -17,6 +17,7 @@ import torch
 
 import tuned
 import tuned.nn
+from benchmarks import session
 from benchmarks.random_gru import call_us, captured, graph_us, in_turns, run, summary
 from tuned.dispatch import linear_cat
 
@@ -74,7 +75,8 @@ def served(shape: dict[str, Any]) -> None:
 def compared(shape: dict[str, Any]) -> dict[str, Any]:
     """Both calls for one shape: microseconds as a call and in a graph, the rule that served, the difference of results."""
     theirs, ours, rule = both(shape)
-    apart = float((theirs().float() - ours().float()).abs().max())
+    exact = theirs()
+    apart = session.apart([ours()], [exact], max(1.0, session.largest([exact])))
     one, other = repeated(theirs), repeated(ours)
     as_calls = in_turns(one, other, call_us)
     in_graphs = in_turns(captured(one), captured(other), graph_us)

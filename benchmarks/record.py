@@ -122,6 +122,7 @@ class Results:
     skipped: dict[str, str]  # a row's key to the reason
     anew: frozenset[str] = frozenset()  # suites that are measured again: their rows in the file do not count
     own: set[str] = dataclasses.field(default_factory=set)  # keys added or skipped here, which replace the file's
+    others: tuple[str, ...] = ()  # how the environment of the file's rows differs, which then do not count
 
     @classmethod
     def open(cls, folder: Path, suites: Collection[str], packages: Mapping[str, str]) -> Results:
@@ -134,7 +135,12 @@ class Results:
     def _read(self) -> None:
         """Take the rows from the file that still count and are not replaced here."""
         before: dict[str, Any] = json.loads(self.path.read_text()) if self.path.exists() else {}
-        if before.get("environment") != self.environment:
+        kept = before.get("environment", self.environment)
+        names = sorted(n for n in kept.keys() | self.environment.keys() if kept.get(n) != self.environment.get(n))
+        if names:
+            self.others = tuple(f"{name} was {kept.get(name)}, is {self.environment.get(name)}" for name in names)
+            return
+        if not before:
             return
         rows = {row["key"]: row for row in before["rows"] if self._counts(row["key"], row["suite"])}
         skipped = {k: why for k, why in before["skipped"].items() if self._counts(k, k.split(", ")[0])}

@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gru_peers, peers, plan, random_rope, record
+from benchmarks import gru_peers, peers, plan, random_rope, record, shipped
 from benchmarks.gpus import number_of_gpus, refusal, visible
 from benchmarks.release_plan import SECONDS, Stage, listed, stages, stamp
 from benchmarks.verify import INTERRUPTED, stop
@@ -44,8 +44,6 @@ NAMES_SHOWN = 5
 STOP_SECONDS = 60.0  # for a command that is cut: the verification ends its own suites first
 # Peers of the suites that must be installed for a release.
 REQUIRED = tuple(name for name in dict.fromkeys((*plan.REQUIRED, *random_rope.PEERS)) if name in peers.IMPORTED_AS)
-# Variables that would change what is tuned or measured.
-UNSET = ("TRITON_INTERPRET", "TUNED_DISPATCH", "TUNED_FAMILY", "TUNED_RECORD", "TUNED_TABLES")
 PIP = {"transformer-engine": "'transformer-engine[pytorch]'"}  # distribution -> argument of pip, if it differs
 
 
@@ -72,32 +70,42 @@ class Journal:
     commit: str
     environment: dict[str, Any]
     stages: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # seconds, sittings, done
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # options that change what is tuned or measured
     lock: threading.RLock = dataclasses.field(default_factory=threading.RLock, repr=False)  # of stages that run at once
 
     @classmethod
-    def open(cls, path: Path, commit: str, environment: dict[str, Any]) -> Journal:
+    def open(cls, path: Path, commit: str, environment: dict[str, Any], settings: dict[str, Any]) -> Journal:
         """The journal in a file, or a new one.
 
         Raises:
-            ReleaseError: the journal is of another environment.
+            ReleaseError: the journal is of another environment, or began with other settings: what it calls done is theirs.
         """
         if not path.exists():
-            return cls(path, commit, environment)
+            return cls(path, commit, environment, settings=settings)
         kept = json.loads(path.read_text())
-        before = kept["environment"]
-        keys = sorted(k for k in before.keys() | environment.keys() if before.get(k) != environment.get(k))
-        if keys:
-            raise ReleaseError(
-                "a release is of one environment, and it changed since this one began: "
-                + "; ".join(f"{key} was {before.get(key)}, is {environment.get(key)}" for key in keys)
-                + f". Put it back, or remove {path.parent} to begin again"
-            )
-        return cls(path, commit, environment, kept["stages"])
+        for what, before, now in (
+            ("environment", kept["environment"], environment),
+            ("set of options", kept.get("settings", settings), settings),
+        ):
+            keys = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
+            if keys:
+                raise ReleaseError(
+                    f"a release is of one {what}, and it changed since this one began: "
+                    + "; ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in keys)
+                    + f". Put it back, or remove {path.parent} to begin again"
+                )
+        return cls(path, commit, environment, kept["stages"], settings)
 
     def save(self, path: Path | None = None, **facts: str) -> None:
         """Write the whole journal, or nothing, with further facts."""
         with self.lock:
-            content = {"commit": self.commit, **facts, "environment": self.environment, "stages": self.stages}
+            content = {
+                "commit": self.commit,
+                **facts,
+                "environment": self.environment,
+                "settings": self.settings,
+                "stages": self.stages,
+            }
             write_whole(path or self.path, (json.dumps(content, indent=1) + "\n").encode())
 
     def done(self, stage: Stage) -> bool:
@@ -197,7 +205,7 @@ def run(  # noqa: PLR0913 - a stage, and how long and where it may run
 
 def _environment(stage: Stage, folder: Path) -> dict[str, str]:
     """The environment of a stage; one that begins from empty gets the release's own caches."""
-    found = {name: value for name, value in os.environ.items() if name not in UNSET}
+    found = shipped.environment()
     if not stage.from_empty:
         return found
     cache = folder / "cache"
@@ -438,7 +446,8 @@ def _main(options: argparse.Namespace, ends: float) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ReleaseError("a release runs here, or the last command of a killed one: wait until it ends") from None
-        journal = Journal.open(folder / "journal.json", commit, environment)
+        settings = {"tuned": options.tuned, "seconds": options.seconds}
+        journal = Journal.open(folder / "journal.json", commit, environment, settings)
         plan = stages(
             device, commit, folder, by_row=options.by_row, tuned=options.tuned, gpus=str(gpus), seconds=options.seconds
         )

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,12 +18,32 @@ import torch
 from benchmarks import record
 
 R = TypeVar("R", bound=record.Row[Any])
+MOST_APART = (
+    0.05  # between two right results, of the largest value; thousands of measured ones were at most 0.016 apart
+)
 DEFAULT_MINUTES = 9.0
 RESULTS = Path(__file__).parent / "results"
 
 
 class WrongResultError(Exception):
     """A call that is to be timed gives a wrong result."""
+
+
+def largest(tensors: Iterable[torch.Tensor]) -> float:
+    """The largest absolute value in some tensors; NaN if any value is NaN, which Python's max may skip."""
+    return float(torch.stack([t.detach().abs().max().double().cpu() for t in tensors]).max())
+
+
+def apart(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], scale: float = 1.0) -> float:
+    """The largest difference between two results that are to be timed, over ``scale``.
+
+    Raises:
+        WrongResultError: the results are further apart than roundings make them, or a value is NaN.
+    """
+    found = largest(a.float() - b.float() for a, b in zip(ours, theirs, strict=True)) / scale
+    if not found <= MOST_APART:
+        raise WrongResultError(f"results are {found:.3g} apart, which is more than {MOST_APART} of the largest value")
+    return found
 
 
 def reason(error: Exception) -> str:
@@ -37,7 +57,8 @@ def run(rows: Sequence[R], results: record.Results, measure: Callable[[R], dict[
     deadline = time.monotonic() + 60 * minutes
     for i, row in enumerate(rows):
         if time.monotonic() > deadline:
-            results.skip(row, f"left out: {minutes} minutes were up")
+            if row.key not in results.rows:  # one that was measured before, in this environment, stays
+                results.skip(row, f"left out: {minutes} minutes were up")
             continue
         started = time.monotonic()
         try:
@@ -80,6 +101,7 @@ def command(  # noqa: PLR0913 (what a benchmark is)
     parser.add_argument("--dry-run", action="store_true", help="list the rows and what judges them; needs no GPU")
     parser.add_argument("--whole", action="store_true", help="however long it takes; exit 1 if a row is skipped")
     parser.add_argument("--missing", action="store_true", help="only the rows that the results lack; the others stay")
+    parser.add_argument("--replace", action="store_true", help="drop rows of another environment from the results")
     if quick is not None:
         parser.add_argument("--quick", action="store_true", help=quick.__doc__)
     options = parser.parse_args(arguments)
@@ -97,10 +119,18 @@ def command(  # noqa: PLR0913 (what a benchmark is)
         print(f"{prog} measures on a GPU, and PyTorch sees none here; --dry-run lists the rows")
         return 1
     if options.rows is None and len(suites) > 1:
-        given = [f"--{name}" for name in ("quick", "whole", "missing") if getattr(options, name, False)]
+        given = [f"--{name}" for name in ("quick", "whole", "missing", "replace") if getattr(options, name, False)]
+        if set(suites) == set(names) and not options.missing:  # every row is measured again
+            given = [*dict.fromkeys((*given, "--replace"))]
         return _apart([prog, *given], suites, options)
     again = suites if options.rows is None and not options.missing else ()
     results = record.Results.open(options.out, again, packages)
+    if results.others and not options.replace:
+        print(
+            f"{results.path} has rows of another environment, which would be lost: {'; '.join(results.others)}. Give --out another "
+            "folder, or --replace"
+        )
+        return 1
     if options.missing:
         chosen = [row for row in chosen if row.key not in results.rows]
     run(chosen, results, measure, minutes=math.inf if options.whole else options.minutes)

@@ -19,6 +19,7 @@ import torch
 
 import tuned
 import tuned.nn
+from benchmarks import session
 from benchmarks.random_gru import (
     Shape,
     call_us,
@@ -127,9 +128,7 @@ def with_resets(shape: Shape, features: int) -> dict[str, Any]:
 
     plain, reset = run(None), run(marks)
     found: dict[str, Any] = {**dataclasses.asdict(shape), "features": features, "marks": int(marks.sum())}
-    scale = max(float(t.float().abs().max()) for t in cut())
-    pairs = zip(cut(), reset(), strict=True)
-    found["apart"] = max(float((a.float() - b.float()).abs().max()) for a, b in pairs) / scale
+    found["apart"] = session.apart(reset(), cut(), session.largest(cut()))
     found["plain_us"], found["resets_us"] = in_turns(plain, reset, call_us)
     found["cut_us"] = call_us(cut)
     found["plain_graph_us"], found["resets_graph_us"] = in_turns(captured(plain), captured(reset), graph_us)
@@ -173,10 +172,7 @@ def compared(shape: Shape, features: int, *, whole: bool = False) -> dict[str, A
     found: dict[str, Any] = {**dataclasses.asdict(shape), "features": features}
     found["rule"] = tuned.explain(pair.ours, pair.given(pair.data)).rule
     theirs, ours = pair.step(pair.theirs), pair.step(pair.ours)
-    scale = max(float(t.float().abs().max()) for t in theirs())
-    found["apart"] = (
-        max(float((a.float() - b.float()).abs().max()) for a, b in zip(theirs(), ours(), strict=True)) / scale
-    )
+    found["apart"] = session.apart(ours(), theirs(), session.largest(theirs()))
     if whole:
         found["theirs_bytes"], found["ours_bytes"] = peak_bytes(theirs), peak_bytes(ours)
         if shape.steps * shape.batch * shape.hidden * shape.layers <= MOST_EXACT:

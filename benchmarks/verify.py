@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+from benchmarks import shipped
 from benchmarks.gpus import number_of_gpus, refusal, visible
 from generator.disk import folder_lock, write_if_different
 from generator.places import ROOT, cache_folder
@@ -163,9 +164,14 @@ def run_step(step: Step, log: Path, limit_s: float) -> Outcome:
 
 def _ended(command: Sequence[str], log: Any, limit_s: float) -> int | None:
     """The exit code of a command, or None if it had to be ended; its processes are all ended."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     process = subprocess.Popen(  # noqa: S603 - our own words
-        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=shipped.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
     )
     try:
         return process.wait(timeout=max(0.0, limit_s))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -291,6 +292,53 @@ def test_when_the_time_is_up_rows_are_left_out_with_the_reason(tmp_path):
     out = results(tmp_path)
     session.run([sequence_row()], out, gru.measure, minutes=-1)
     assert json.loads(out.path.read_text())["skipped"] == {sequence_row().key: "left out: -1 minutes were up"}
+
+
+def test_when_the_time_is_up_rows_that_were_measured_stay(tmp_path):
+    out, row = results(tmp_path), sequence_row()
+    out.rows[row.key] = {"suite": "gru", "key": row.key, "us": 1.0}
+    session.run([row], out, gru.measure, minutes=-1)
+    assert (list(out.rows), out.skipped) == ([row.key], {})
+
+
+@pytest.mark.parametrize("asked", [("--rows", "1024"), ("--suite", "gru"), ("--missing", "--suite", "gru")])
+def test_rows_of_another_environment_are_not_dropped_unless_it_is_said(tmp_path, monkeypatch, capsys, asked):
+    monkeypatch.setattr(record, "environment", lambda _: dict(ENVIRONMENT))
+    old = record.Results.open(tmp_path, (), {})
+    old.add(sequence_row(), {"suite": "gru", "us": 1.0})
+    kept = old.path.read_bytes()
+    monkeypatch.setattr(record, "environment", lambda _: ENVIRONMENT | {"torch": "3"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(session, "run", lambda _rows, found, *_, **__: found.save())
+    assert gru.main([*asked, "--out", str(tmp_path)]) == 1
+    assert "torch was" in capsys.readouterr().out
+    assert old.path.read_bytes() == kept
+    assert gru.main([*asked, "--out", str(tmp_path), "--replace"]) == 0
+    assert json.loads(old.path.read_text())["rows"] == []
+
+
+def test_all_suites_replace_rows_of_another_environment(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(session.subprocess, "run", lambda command, **_: (ran.append(command), Done)[1])
+    assert gru.main(["--out", str(tmp_path)]) == 0
+    assert [("--replace" in command) for command in ran] == [True, True]
+
+
+class Done:
+    returncode = 0
+
+
+def test_a_nan_is_the_largest_error_and_no_right_result():
+    good, bad = torch.zeros(3), torch.tensor([0.0, float("nan")])
+    for given in ((good, bad), (bad, good)):
+        assert math.isnan(session.largest(given))
+        assert math.isnan(gru.error_of(given, tuple(torch.zeros_like(t) for t in given)))
+        with pytest.raises(session.WrongResultError, match="results are nan apart"):
+            session.apart(given, tuple(torch.zeros_like(t) for t in given))
+    assert session.apart([good + 1.0], [good + 1.5], 20.0) == 0.025
+    with pytest.raises(session.WrongResultError, match=r"0\.5 apart"):
+        session.apart([good], [good + 0.5])
 
 
 def test_another_suite_stays_in_the_file(tmp_path, monkeypatch):

@@ -95,6 +95,16 @@ def test_what_it_calls_wrong_is_told_and_fails(checkout: Path, tmp_path: Path, c
     assert "the harness calls it wrong: {'gru': 'tuned.nn'}" in capsys.readouterr().out
 
 
+def test_a_part_does_not_replace_the_file_of_all(checkout: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("benchmarks.session.RESULTS", tmp_path / "results")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Test GPU")
+    assert kernelbench.main([str(checkout), "--problem=39", "--dtype=float32"]) == 0
+    assert "--out FILE writes them" in capsys.readouterr().out
+    assert not (tmp_path / "results").exists()
+    kernelbench.main([str(checkout)])
+    assert [path.name for path in tmp_path.glob("results/kernelbench/*")] == ["test_gpu.json"]
+
+
 def test_a_harness_that_raises_costs_no_other_row(checkout: Path, tmp_path: Path, capsys: Any) -> None:
     (checkout / "KernelBench" / "level3" / "39_GRU.py").write_text(PROBLEM.replace("4, 8", "4"))
     assert kernelbench.main([str(checkout), "--dtype=float32", f"--out={tmp_path / 'out.json'}"]) == 1

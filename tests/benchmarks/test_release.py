@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks import gru, peers, plan, release, rope
+from benchmarks import gru, peers, plan, release, rope, shipped
 from benchmarks.gpus import visible
-from benchmarks.release import INTERRUPTED, OUT_OF_TIME, REQUIRED, Journal
+from benchmarks.release import INTERRUPTED, OUT_OF_TIME, REQUIRED, Journal, ReleaseError
 from benchmarks.release_plan import Stage, stages
 from generator.places import ROOT
 
@@ -72,7 +72,7 @@ def runs(tmp_path: Path) -> str:
 def journal(tmp_path: Path, commit: str | None = None, **changes: Any) -> Journal:
     commit = commit or git(tmp_path / "checkout", "rev-parse", "HEAD")
     (tmp_path / "kept").mkdir(exist_ok=True)
-    return Journal.open(tmp_path / "kept" / "journal.json", commit, {**ENVIRONMENT, **changes})
+    return Journal.open(tmp_path / "kept" / "journal.json", commit, {**ENVIRONMENT, **changes}, {})
 
 
 def run(tmp_path: Path, given: Sequence[Stage], **rest: Any) -> int:
@@ -244,6 +244,28 @@ def test_options_that_mean_nothing_are_refused(given: list[str], said: str, caps
     with pytest.raises(SystemExit):
         release.main(given)
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_other_options_than_it_began_with_are_refused(tmp_path: Path) -> None:
+    """Stages that are done under the options of before would count under those of now."""
+    begun = Journal(tmp_path / "journal.json", COMMIT, dict(ENVIRONMENT), settings={"tuned": True, "seconds": 5})
+    begun.save()
+    with pytest.raises(ReleaseError, match=r"one set of options.*seconds was 5, is 60; tuned was True, is False"):
+        Journal.open(begun.path, COMMIT, dict(ENVIRONMENT), {"tuned": False, "seconds": 60})
+    again = Journal.open(begun.path, COMMIT, dict(ENVIRONMENT), {"tuned": True, "seconds": 5})
+    assert again.settings == begun.settings
+
+
+def test_what_a_user_set_or_tuned_stays_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*shipped.UNSET, "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, "of a user")
+    monkeypatch.setenv("KEPT", "it is")
+    program = f"import os, json; json.dump(dict(os.environ), open({str(tmp_path / 'told')!r}, 'w'))"
+    assert run(tmp_path, [stage(tmp_path, "a", program)]) == 0
+    told = json.loads((tmp_path / "told").read_text())
+    assert told["KEPT"] == "it is"
+    assert not told.keys() & set(shipped.UNSET)
+    assert not list(Path(told["XDG_DATA_HOME"]).iterdir())
 
 
 def test_another_environment_is_refused(tmp_path: Path) -> None:

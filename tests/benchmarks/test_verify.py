@@ -93,6 +93,15 @@ def test_a_command_that_fails_in_any_way_has_a_failure(
     assert found.names == () if why is None else why in found.names[0]
 
 
+def test_no_option_of_a_user_narrows_a_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PYTEST_ADDOPTS="-k one" let one passed test stand for a whole suite."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k one")
+    monkeypatch.setenv("TUNED_TABLES", "/elsewhere")
+    program = "import os; left = {'PYTEST_ADDOPTS', 'TUNED_TABLES'} & set(os.environ); result.write_text(f'[1, {len(left)}, 0]')"
+    found = verify.run_step(step(tmp_path, "one", program), tmp_path / "log", LIMIT)
+    assert (found.passed, found.failed) == (1, 0)
+
+
 def test_a_command_that_hangs_is_ended_with_all_that_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
