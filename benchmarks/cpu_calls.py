@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import arguments
 from tuned.dispatch import gru_cell, linear_cat, rope, rope_qk
 
 CALLS = 30  # in a round
@@ -107,11 +108,11 @@ def timed(pair: Pair, rounds: int) -> tuple[list[float], list[float]]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(given: Sequence[str] | None = None) -> int:
     """Print a line for each call."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=500, help="of each pair (default: 500)")
-    rounds = parser.parse_args(arguments).rounds
+    parser.add_argument("--rounds", type=arguments.count, default=500, help="of each pair (default: 500)")
+    rounds = parser.parse_args(given).rounds
     torch.set_num_threads(1)
     print(f"{'call':52} {'medians':>8} {'fastest':>8} {'ours us':>8} {'its us':>8}")
     for pair in (*rotations(torch.float32), *rotations(torch.bfloat16), *products()):
@@ -124,4 +125,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(arguments.ended(main))

@@ -1,7 +1,8 @@
 """A page of results for each device: ``python -m benchmarks.pages`` writes docs/results-DEVICE.md and its pictures.
 
 It needs no GPU: everything is drawn from benchmarks/results, which is committed. Pictures come first, then the tables
-of the same rows. Benchmarks that were not run on a device are left out of its page.
+of the same rows. Benchmarks that were not run on a device are left out of its page, and pictures that no row has the
+times for.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks import plot, summary, table
+from benchmarks import arguments, plot, summary, table
 from benchmarks.plan import DIRECTIONS, SWEEPS
 from benchmarks.session import RESULTS
 
@@ -43,9 +44,13 @@ MEASURED = (
 EQUAL = 1.02  # two times within this ratio count as equal
 
 
+FOLDERS = ("", "gru", "summary")  # of the files that a page is made of
+
+
 def devices(results: Path) -> list[str]:
-    """The devices that have results."""
-    return sorted(path.stem for path in results.glob("*.json"))
+    """The devices that have rows in any of FOLDERS."""
+    paths = [path for folder in FOLDERS for path in (results / folder).glob("*.json")]
+    return sorted({path.stem for path in paths if json.loads(path.read_text())["rows"]})
 
 
 def read(results: Path, device: str, folder: str = "") -> dict[str, Any] | None:
@@ -57,7 +62,7 @@ def read(results: Path, device: str, folder: str = "") -> dict[str, Any] | None:
 def read_random(results: Path, device: str, commit: str | None = None) -> dict[str, Rows]:
     """Title -> rows of a random run: the run of the device's release if there was one, else the run that decisions cite.
 
-    ``commit``: the commit of a release that has not ended yet.
+    The title of a run that was cut says so. ``commit``: the commit of a release that has not ended yet.
     """
     stamp = read(results, device, "release")
     if commit is None and stamp is not None:
@@ -68,16 +73,22 @@ def read_random(results: Path, device: str, commit: str | None = None) -> dict[s
         names = [f"{device}-{kind}{seed}" for seed in (*of_release, cited)]
         run = next((run for name in names if (run := read(results / "random", name))), None)
         if run is not None:
-            found[title] = list(run["rows"])
+            rows = list(run["rows"])
+            found[f"{title} (cut after {len(rows)} shapes)" if run.get("cut") else title] = rows
     return found
 
 
 # Pictures -------------------------------------------------------------------------------------------------------------
 
 
+def beside_floor(rows: Rows) -> Rows:
+    """The rows of the device that have a floor."""
+    return [row for row in rows if row["kind"] == "device" and row.get("ours_over_floor")]
+
+
 def floors(rows: Rows, axes: Axes) -> str:
     """Draw the ratio of each rotation to its floor against its time; return one sentence about it."""
-    found = [row for row in rows if row["kind"] == "device" and row.get("ours_over_floor")]
+    found = beside_floor(rows)
     for label, color, chosen in (
         ("one tensor", OURS, [r for r in found if not r["sizes"].get("key_heads")]),
         ("query and key", OTHER, [r for r in found if r["sizes"].get("key_heads")]),
@@ -93,13 +104,18 @@ def floors(rows: Rows, axes: Axes) -> str:
     )
 
 
+def beside_peers(rows: Rows) -> Rows:
+    """The rows of the device that a peer has a time for."""
+    return [row for row in rows if row["kind"] == "device" and row["peers"]]
+
+
 def peers(rows: Rows, axes: Axes) -> str:
     """Draw how many times as fast as each peer, a point for each call; return one sentence about it."""
     found: dict[str, list[float]] = {}
-    for row in rows:
-        if row["kind"] == "device":
-            for name, us in row["peers"].items():
-                found.setdefault(name, []).append(us / row["ours"])
+    taken = beside_peers(rows)
+    for row in taken:
+        for name, us in row["peers"].items():
+            found.setdefault(name, []).append(us / row["ours"])
     ordered = sorted(found, key=lambda name: statistics.geometric_mean(found[name]), reverse=True)
     for place, name in enumerate(ordered):
         axes.scatter(found[name], [place] * len(found[name]), 12, OURS, alpha=0.5)
@@ -107,7 +123,7 @@ def peers(rows: Rows, axes: Axes) -> str:
     axes.set_yticks(range(len(ordered)), [f"{name} ({len(found[name])})" for name in ordered], fontsize=7)
     axes.axvline(1.0, color=GREY, linewidth=0.8, linestyle="--")
     axes.set(xscale="log", xlabel="times as fast as the peer; the mark is the geometric mean")
-    best = [min(row["peers"].values()) / row["ours"] for row in rows if row["kind"] == "device" and row["peers"]]
+    best = [min(row["peers"].values()) / row["ours"] for row in taken]
     slower = sum(ratio < 1 for ratio in best)
     return (
         f"{len(best)} calls of RoPE: {statistics.geometric_mean(best):.2f} times as fast as the best peer of each, in the "
@@ -115,9 +131,16 @@ def peers(rows: Rows, axes: Axes) -> str:
     )
 
 
+def beside_nn_gru(rows: Rows) -> Rows:
+    """The GRUs over sequences that were timed beside nn.GRU both in CUDA graphs and as calls."""
+    ratios = ("speedup_graph_over_graph", "speedup")
+    return [row for row in rows if row["suite"] == "gru" and all(row[key] is not None for key in ratios)]
+
+
 def recurrences(rows: Rows, axes: Axes) -> str:
-    """Draw how many times as fast as nn.GRU, in a graph and as calls, a line for each shape; return one sentence about it."""
-    found = sorted((r for r in rows if r["suite"] == "gru"), key=lambda r: r["speedup_graph_over_graph"])
+    """Draw how many times as fast as nn.GRU, in a graph and as calls, a line for each shape; return its sentences."""
+    found = sorted(beside_nn_gru(rows), key=lambda r: r["speedup_graph_over_graph"])
+    absent = sum(r["suite"] == "gru" for r in rows) - len(found)
     places = range(len(found))
     for key, color, label in (
         ("speedup_graph_over_graph", OURS, "both in a CUDA graph"),
@@ -133,6 +156,7 @@ def recurrences(rows: Rows, axes: Axes) -> str:
         f"{len(found)} GRUs over sequences, without a gradient: {statistics.geometric_mean(graph):.1f} times as fast as nn.GRU "
         f"in CUDA graphs and {statistics.geometric_mean(calls):.1f} as calls, in the geometric mean; "
         f"{min(graph):.2f} and {min(calls):.2f} at worst."
+        + (f" Left out, because one of the four times is missing: {absent}." if absent else "")
     )
 
 
@@ -144,11 +168,16 @@ def ratio_of(row: dict[str, Any]) -> float | None:
     return row["theirs_graph_us"] / row["ours_graph_us"] if row.get("ours_graph_us") else None  # type: ignore[no-any-return]
 
 
+def ratios_of(rows: Rows) -> list[float]:
+    """The ratios of a random run, in order; none of calls that have none, such as packed sequences."""
+    return sorted(ratio for row in rows if (ratio := ratio_of(row)) is not None)
+
+
 def random_shapes(runs: dict[str, Rows], axes: Axes) -> str:
     """Draw the share of random shapes that are at most so many times as fast, a line for each run; return its sentences."""
     said = []
     for (title, rows), color in zip(runs.items(), (OURS, OTHER, "#009e73", "#cc79a7"), strict=False):
-        ratios = sorted(r for row in rows if (r := ratio_of(row)) is not None)
+        ratios = ratios_of(rows)
         axes.step(
             ratios, [100 * (i + 1) / len(ratios) for i in range(len(ratios))], where="post", color=color, label=title
         )
@@ -207,10 +236,10 @@ def one(draw: Callable[[Axes], str], path: Path, size: tuple[float, float]) -> s
 
 def page(results: Path, device: str, images: Path, commit: str | None = None) -> str:
     """The text of a device's page, whose pictures are written into ``images``; ``commit`` as in ``read_random``."""
-    documents = {name: read(results, device, name) for name in ("", "gru", "summary")}
-    rope = found["rows"] if (found := documents[""]) else []
-    runs = read_random(results, device, commit)
-    about = next(found for found in documents.values() if found)["environment"]
+    documents = {name: found for name in FOLDERS if (found := read(results, device, name)) and found["rows"]}
+    rope, gru = (documents[name]["rows"] if name in documents else [] for name in ("", "gru"))
+    runs = {title: rows for title, rows in read_random(results, device, commit).items() if ratios_of(rows)}
+    about = next(iter(documents.values()))["environment"]
     lines = [
         f"# Results: {about['device']}",
         "",
@@ -224,15 +253,16 @@ def page(results: Path, device: str, images: Path, commit: str | None = None) ->
         said = draw(path)
         lines.extend(["", f"## {title}", "", f"![{title}](images/{path.name})", "", said])
 
-    if found := documents["summary"]:
+    if found := documents.get("summary"):
         picture("The calls of the README", "calls", lambda path: _summary(found, path))
-    if rope:
+    if beside_floor(rope):
         picture("RoPE and the floor", "floor", lambda path: one(lambda a: floors(rope, a), path, (7, 3.6)))
+    if beside_peers(rope):
         picture("RoPE and its peers", "peers", lambda path: one(lambda a: peers(rope, a), path, (7.5, 4.2)))
-    if sweep := [row for row in rope if row["suite"] == "rope-sweep"]:
+    if sweep := [r for r in rope if r["suite"] == "rope-sweep" and any(_is_of(r, shape) for shape in SWEEPS.values())]:
         picture("RoPE against sequence length", "sweep", lambda path: _sweep(sweep, path))
-    if gru := documents["gru"]:
-        picture("GRUs", "gru", lambda path: one(lambda a: recurrences(gru["rows"], a), path, (7.5, 4.6)))
+    if beside_nn_gru(gru):
+        picture("GRUs", "gru", lambda path: one(lambda a: recurrences(gru, a), path, (7.5, 4.6)))
     if runs:
         picture(
             "Shapes that nothing was tuned for",
@@ -245,9 +275,12 @@ def page(results: Path, device: str, images: Path, commit: str | None = None) ->
 def _summary(document: dict[str, Any], path: Path) -> str:
     saved(summary.figure_of(document), path)
     ratios = [row["graph"] for row in document["rows"].values()]
+    slower = sum(ratio < 1 for ratio in ratios)
+    are, most = ("is", "") if slower == 1 else ("are", " at most")
+    told = f"; {slower} {are} slower, by {100 * (1 - min(ratios)):.0f} percent{most}" if slower else ""
     return (
         f"{len(ratios)} calls: {statistics.geometric_mean(ratios):.1f} times as fast as the best of what each replaces, in the "
-        f"geometric mean of CUDA graphs; {sum(r < 1 for r in ratios)} are slower, by {100 * (1 - min(ratios)):.0f} percent at most."
+        f"geometric mean of CUDA graphs{told}."
     )
 
 
@@ -261,10 +294,10 @@ def _sweep(rows: Rows, path: Path) -> str:
 
 def _tables(documents: dict[str, Any]) -> list[str]:
     lines = ["## Tables", ""]
-    if found := documents["summary"]:
+    if found := documents.get("summary"):
         lines += ["### The calls of the README", "", summary.table(found), ""]
     titles = {"benchmark": "RoPE of one tensor", "benchmark-calls": "Complete calls of RoPE", "benchmark-gru": "GRU"}
-    there = [documents[name] for name in ("", "gru") if documents[name]]
+    there = [documents[name] for name in ("", "gru") if name in documents]
     for mark, text in table.parts(there, ("bshd", "sbhd", "thd")).items():
         lines += [f"### {titles[mark]}", "", text, ""]
     return lines
@@ -281,10 +314,10 @@ def write(results: Path, docs: Path, released: tuple[str, str] = ("", "")) -> li
     return written
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(given: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pages", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of results")
+    parser.add_argument("--results", type=arguments.folder, default=RESULTS, help="the folder of results")
     parser.add_argument("--docs", type=Path, default=DOCS, help="the folder of the pages")
     parser.add_argument(
         "--released",
@@ -293,10 +326,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar=("DEVICE", "COMMIT"),
         help="a release that has not ended, whose random runs the page of its device shows",
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
+    if not devices(options.results):
+        parser.error(f"no device has results in {options.results}")
     print(*write(options.results, options.docs, tuple(options.released)), sep="\n")
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(arguments.ended(main))

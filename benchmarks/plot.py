@@ -1,4 +1,8 @@
-"""Time against sequence length, forward and backward: ``python -m benchmarks.plot`` writes PNGs beside the results."""
+"""Time against sequence length, forward and backward: ``python -m benchmarks.plot`` writes PNGs.
+
+Those of results in benchmarks/results go to benchmarks/results/sweep, which docs/results.md shows; those of another
+file go beside it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks import arguments
 from benchmarks.plan import DIRECTIONS, SWEEPS, png_path
 from benchmarks.session import RESULTS
 from benchmarks.table import here, newest
@@ -39,6 +44,12 @@ def draw(axes: Axes, rows: Sequence[dict[str, Any]], title: str) -> None:
     axes.grid(visible=True, which="major", alpha=0.3)
 
 
+def folder_of(path: Path) -> Path:
+    """The folder of the PNGs of a results file."""
+    beside = path.parent
+    return RESULTS / "sweep" if beside.resolve() == RESULTS.resolve() else beside
+
+
 def plot(path: Path) -> list[Path]:
     """A PNG for each model of the sweep, with a panel for each direction. A model without rows gives none."""
     results = json.loads(path.read_text())
@@ -59,18 +70,21 @@ def plot(path: Path) -> list[Path]:
             f"RoPE, {name}: batch {batch}, {heads} heads, head dimension {head_dim}, bfloat16, bshd, "
             f"{results['environment']['device']}"
         )
-        written.append(png_path(path, name))
+        written.append(folder_of(path) / png_path(path, name).name)
+        written[-1].parent.mkdir(exist_ok=True)
         figure.savefig(written[-1], dpi=130)
     return written
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(given: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("results", nargs="?", type=Path, help="a results file; without it, that of the last release")
+    which.add_argument(
+        "results", nargs="?", type=arguments.file, help="a results file; without it, that of the last release"
+    )
     which.add_argument("--here", action="store_true", help="that of the GPU that is here")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     written = plot(options.results or (here if options.here else newest)(RESULTS)[0])
     if not written:
         print("no row of the suite rope-sweep; run `python -m benchmarks.rope --suite rope-sweep`")
@@ -80,4 +94,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(arguments.ended(main))

@@ -148,8 +148,8 @@ def compared(shape: Shape) -> dict[str, Any]:
     theirs.flatten_parameters()
     ours.flatten_parameters()
     first, second = theirs(x), ours(x)
-    results = [[pair[0].data if shape.packed else pair[0], pair[1]] for pair in (second, first)]
-    found = {**dataclasses.asdict(shape), "apart": session.apart(*results), "rule": tuned.explain(ours, x).rule}
+    wanted, got = ([pair[0].data if shape.packed else pair[0], pair[1]] for pair in (first, second))
+    found = {**dataclasses.asdict(shape), "apart": session.apart(got, wanted), "rule": tuned.explain(ours, x).rule}
     found["theirs_us"], found["ours_us"] = in_turns(lambda: theirs(x), lambda: ours(x), call_us)
     if not shape.packed:
         graphs = captured(lambda: theirs(x)), captured(lambda: ours(x))

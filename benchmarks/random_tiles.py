@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import arguments
 from tuned.families.rope.spec import RopeSize, RopeSpec
 from tuned.families.rope.variant import RopeVariant, default_variant
 
@@ -56,7 +57,21 @@ def summary(found: dict[str, float]) -> str:
     return "\n".join([*lines, *(f"    {ratio:.3f} {name}" for name, ratio in worst)])
 
 
+def main(given: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.random_tiles",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = sorted(FILES.glob("*.json"))
+    parser.add_argument("files", nargs="*", type=arguments.file, default=default, metavar="FILE")
+    found = left(rows_of(parser.parse_args(given).files))
+    if not found:
+        parser.error("the default tile of no call was measured in these files")
+    print(summary(found))
+    return 0
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, default=sorted(FILES.glob("*.json")), metavar="FILE")
-    print(summary(left(rows_of(parser.parse_args().files))))
+    raise SystemExit(arguments.ended(main))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import bars
+from benchmarks import arguments, bars
 from benchmarks.plan import COMPLETE, MODELS, SUITES
 from benchmarks.session import RESULTS
 from generator.disk import put_between
@@ -137,6 +137,7 @@ ONE_TENSOR: tuple[Column, ...] = (
     *(us(name, "peers", name) for name in ("TransformerEngine", "flash-attention", "torch.compile", "eager PyTorch")),
     *OVER,
 )
+LAYOUT: Column = ("layout", lambda row: str(row["layout"]))  # after the sizes, in a table of several layouts
 SMALL_CALLS: tuple[Column, ...] = (
     ("seq, batch, heads, dim, rotated", sizes("seq", "batch", "heads", "head_dim", "rotary_dim")),
     ("measured", lambda row: str(row["measured"])),
@@ -156,11 +157,13 @@ HOST: tuple[Column, ...] = (
 
 def rope_markdown(results: Result, layouts: Sequence[str] = ("bshd",)) -> str:
     """The part on one tensor: device rows of some layouts, the host rows, and the device and versions."""
+    columns = ONE_TENSOR if len(layouts) == 1 else (ONE_TENSOR[0], LAYOUT, *ONE_TENSOR[1:])
+    text = len(columns) - len(ONE_TENSOR) + 3
     floor = "The floor is a copy in the same run, scaled to the bytes that must move."
     device = results["environment"]["device"]
     out = [f"Microseconds on one {device}, bfloat16, {', '.join(layouts)}; {measured_with(results)}. {floor}"]
     for suite, heading in HEADINGS.items():
-        out += section(f"**{heading}**", [r for r in of(results, suite) if r["layout"] in layouts], ONE_TENSOR, 3)
+        out += section(f"**{heading}**", [r for r in of(results, suite) if r["layout"] in layouts], columns, text)
     host = [row for row in of(results, "rope-host") if row["bar"]]
     out += section("**Wall time of a small call**, float32, sbhd", host, SMALL_CALLS, 2)
     mean = bars.best_peer_mean(results["rows"])
@@ -339,17 +342,21 @@ def parts(documents: Sequence[Result], layouts: Sequence[str]) -> dict[str, str]
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(given: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("results", nargs="?", type=Path, help="a results file; without it, those of the last release")
+    which.add_argument(
+        "results", nargs="?", type=arguments.file, help="a results file; without it, those of the last release"
+    )
     which.add_argument("--here", action="store_true", help="those of the GPU that is here")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--bars", action="store_true", help="judge the bars instead of printing the tables")
     parser.add_argument("--all", action="store_true", help="the rows of every layout")
-    instead.add_argument("--write", type=Path, metavar="FILE", help="put each table between its marks in this file")
-    options = parser.parse_args(arguments)
+    instead.add_argument(
+        "--write", type=arguments.file, metavar="FILE", help="put each table between its marks in this file"
+    )
+    options = parser.parse_args(given)
     documents = read([options.results] if options.results else (here if options.here else newest)(*FOLDERS))
     layouts = ("bshd", "sbhd", "thd") if options.all else ("bshd",)
     texts = {"bars": bars.report(merged(documents))} if options.bars else parts(documents, layouts)
@@ -365,4 +372,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(arguments.ended(main))

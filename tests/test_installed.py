@@ -217,6 +217,21 @@ def test_every_command_is_there(command: Any, arguments: tuple[str, ...], said: 
     assert said in done.stdout
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is done without a GPU")
+def test_a_new_family_of_the_installed_program_works_and_names_it(command: Any, wheel: Path, tmp_path: Path) -> None:
+    """Its test ran a tune.py that only a checkout has."""
+    done = command("new-family", "mine")
+    assert done.returncode == 0, done.stderr
+    assert "tuned tune --family mine/mine.py --gpu auto" in (tmp_path / "mine" / "README.md").read_text()
+    assert not any(
+        "tune.py" in path.read_text() for path in (tmp_path / "mine").glob("*.[mpj]*") if "test_" not in path.name
+    )
+    environment = at_home(tmp_path) | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(wheel)}
+    arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "mine")
+    done = python(*arguments, cwd=tmp_path, environment=environment, new=True)
+    assert "3 passed" in done.stdout, done.stdout + done.stderr
+
+
 def test_options_before_tune_are_not_dropped(command: Any) -> None:
     done = command("--problems", ONE, "tune", "--list")
     assert done.returncode == 2

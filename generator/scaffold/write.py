@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import keyword
 import os
 import re
@@ -10,7 +11,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from ..disk import write_whole
-from ..places import ROOT
+from ..places import INSTALLED, PROGRAM, ROOT, TUNE
 from ..problem import SelectionError
 
 FILES = {
@@ -20,6 +21,10 @@ FILES = {
     "README.md": "README.md",
 }
 TEXTS = Path(__file__).parent
+# What a test runs Python with to run this program: an installed one has no tune.py.
+RUN = json.dumps(
+    ["-c", "from tuned._generator.command_line import program; program()"] if INSTALLED else [str(ROOT / "tune.py")]
+)
 # Names that the files use themselves.
 TAKEN = frozenset(
     (
@@ -69,6 +74,13 @@ def write_family(name: str, folder: Path) -> list[Path]:
         )
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in written.items():
-        filled = text.read_text(encoding="utf-8").replace("NAME", name).replace("TUNE_PATH", str(ROOT / "tune.py"))
+        filled = text.read_text(encoding="utf-8")
+        for word, value in {
+            "NAME": name,
+            "TUNE_COMMAND": TUNE,
+            "RENDER_COMMAND": PROGRAM,
+            "TUNE_ARGUMENTS": RUN,
+        }.items():
+            filled = filled.replace(word, value)
         write_whole(path, filled.encode())
     return list(written)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,3 +102,122 @@ def test_random_runs_are_those_of_the_release_if_there_was_one(tmp_path: Path) -
     assert pages.read_random(tmp_path, "a_gpu", "abcdef0123") == {"GRUs, against nn.GRU": [3]}, (
         "of one that has not ended"
     )
+
+
+# Rows that lack times
+
+
+def page_of(
+    folder: Path, rows: list[dict[str, Any]], *, of: str = "", runs: dict[str, list[dict[str, Any]]] | None = None
+) -> str:
+    """The page of a device with these rows in the folder ``of`` of results; ``runs``: name -> rows of random runs."""
+    about = json.loads((RESULTS / f"{DEVICE}.json").read_text())["environment"]
+    results = folder / "results"
+    random = {results / "random" / f"a_gpu-{name}.json": found for name, found in (runs or {}).items()}
+    for path, found in ({results / of / "a_gpu.json": rows} | random).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"environment": about, "rows": found, "skipped": {}}))
+    (page,) = pages.write(results, folder)
+    return page.read_text()
+
+
+def grus() -> list[dict[str, Any]]:
+    """The rows of GRUs, sequences first."""
+    rows = json.loads((RESULTS / "gru" / f"{DEVICE}.json").read_text())["rows"]
+    return sorted(rows, key=lambda row: str(row["suite"]))
+
+
+def pictures(folder: Path) -> list[str]:
+    return sorted(path.stem.partition("-")[2] for path in (folder / "images").iterdir())
+
+
+def test_a_gru_without_a_cuda_graph_is_left_out_of_the_picture_and_said(tmp_path: Path) -> None:
+    rows = grus()
+    number = sum(row["suite"] == "gru" for row in rows)
+    refused = {"ours_in_a_graph": "RuntimeError: operation not permitted", "speedup_graph_over_graph": None}
+    text = page_of(tmp_path, [rows[0] | refused, *rows[1:]], of="gru")
+    assert f"{number - 1} GRUs over sequences" in text
+    assert "Left out, because one of the four times is missing: 1." in text
+    assert "is missing" not in page_of(tmp_path, rows, of="gru")
+
+
+def test_a_device_with_nothing_but_grus_has_a_page(tmp_path: Path) -> None:
+    text = page_of(tmp_path, grus(), of="gru")
+    assert "## GRUs" in text
+    assert "### GRU" in text
+    assert "RoPE" not in text.partition("## GRUs")[2]
+    assert pictures(tmp_path) == ["gru"]
+
+
+def test_grus_of_which_none_has_a_graph_get_a_table_and_no_picture(tmp_path: Path) -> None:
+    text = page_of(tmp_path, [row | {"speedup_graph_over_graph": None} for row in grus()], of="gru")
+    assert "## GRUs" not in text
+    assert "### GRU" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "drawn"),
+    [({"kind": "host"}, []), ({"peers": {}}, ["floor"]), ({"ours_over_floor": None}, ["peers"])],
+    ids=["no device rows", "no peers", "no floor"],
+)
+def test_a_picture_that_no_row_has_the_times_for_is_left_out(
+    change: dict[str, Any], drawn: list[str], tmp_path: Path
+) -> None:
+    rows = json.loads((RESULTS / f"{DEVICE}.json").read_text())["rows"]
+    text = page_of(tmp_path, [row | change for row in rows if row["suite"] == "rope-qk"])
+    assert pictures(tmp_path) == drawn
+    assert text.count("![") == len(drawn)
+    assert "### Complete calls of RoPE" in text
+
+
+def test_a_sweep_of_another_shape_is_left_out(tmp_path: Path) -> None:
+    rows = json.loads((RESULTS / f"{DEVICE}.json").read_text())["rows"]
+    other = [row | {"sizes": row["sizes"] | {"batch": 77}} for row in rows if row["suite"] == "rope-sweep"]
+    page_of(tmp_path, other)
+    assert pictures(tmp_path) == ["floor", "peers"]
+
+
+def test_a_random_run_of_packed_sequences_alone_is_left_out(tmp_path: Path) -> None:
+    packed, timed = {"ours_graph_us": None, "theirs_graph_us": None}, {"ours_graph_us": 2.0, "theirs_graph_us": 3.0}
+    served, trained = ("".join(pages.RANDOM[f"GRUs{text}, against nn.GRU"]) for text in ("", " in training"))
+    text = page_of(tmp_path, grus(), of="gru", runs={served: [packed], trained: [timed, packed]})
+    assert "GRUs in training, against nn.GRU: 1 shapes, 1.50 times as fast" in text
+    assert "GRUs, against nn.GRU:" not in text
+    text = page_of(tmp_path, grus(), of="gru", runs={served: [packed], trained: [packed]})
+    assert "## Shapes that nothing was tuned for" not in text
+
+
+def test_a_random_run_that_was_cut_says_so(tmp_path: Path) -> None:
+    title, (_, cited) = "GRUs, against nn.GRU", pages.RANDOM["GRUs, against nn.GRU"]
+    row = {"ours_graph_us": 2.0, "theirs_graph_us": 3.0}
+    (tmp_path / "random").mkdir()
+    (tmp_path / "random" / f"a_gpu-{cited}.json").write_text(json.dumps({"cut": True, "rows": [row, row]}))
+    runs = pages.read_random(tmp_path, "a_gpu")
+    assert runs == {f"{title} (cut after 2 shapes)": [row, row]}
+    said = pages.random_shapes(runs, pages.Figure().subplots())
+    assert said.startswith(f"{title} (cut after 2 shapes): 2 shapes, 1.50 times as fast")
+
+
+@pytest.mark.parametrize(
+    ("graph", "end"),
+    [
+        ((2.0, 1.05), "CUDA graphs."),
+        ((2.0, 0.9), "CUDA graphs; 1 is slower, by 10 percent."),
+        ((0.8, 0.9), "CUDA graphs; 2 are slower, by 20 percent at most."),
+    ],
+)
+def test_slower_calls_are_told_if_there_are_any(graph: tuple[float, float], end: str, tmp_path: Path) -> None:
+    rows = {str(ratio): {"graph": ratio, "call": 2.0} for ratio in graph}
+    said = pages._summary({"rows": rows}, tmp_path / "picture.svg")
+    assert said.startswith("2 calls: ")
+    assert said.endswith(end)
+
+
+def test_results_without_a_row_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a_gpu.json").write_text('{"rows": []}')
+    for folder, why in ((tmp_path / "none", "there is no folder"), (tmp_path, "no device has results in")):
+        with pytest.raises(SystemExit) as end:
+            pages.main(["--results", str(folder), "--docs", str(tmp_path / "docs")])
+        assert end.value.code == 2
+        assert why in capsys.readouterr().err
+    assert not (tmp_path / "docs").exists()

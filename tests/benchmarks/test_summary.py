@@ -49,6 +49,26 @@ def test_the_picture_and_the_table_go_where_they_are_asked_to(tmp_path: Path, mo
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_slow_row_has_a_bar_and_a_number_in_the_picture() -> None:
+    pytest.importorskip("matplotlib")
+    for slowest, left in ((0.5, 0.4), (0.81, 0.648), (0.95, 0.8), (3.0, 0.8)):
+        figure = summary.figure_of({"rows": {"slow": {**ROW, "graph": slowest}, "fast": ROW}})
+        axes = figure.axes[0]
+        assert axes.get_xlim()[0] == pytest.approx(left), "ticks must not widen the axis"
+        assert axes.get_xlim()[1] >= 20
+        assert axes.get_xlim()[0] < min(bar.get_width() for bar in axes.patches)
+
+
+def test_the_committed_picture_is_what_the_results_give(tmp_path: Path) -> None:
+    mpl = pytest.importorskip("matplotlib")
+    committed = ROOT / "docs" / "images" / "speedups.png"
+    if f"Matplotlib version{mpl.__version__},".encode() not in committed.read_bytes():
+        pytest.skip("another matplotlib drew it")
+    (newest,) = table.newest(ROOT / "benchmarks" / "results" / "summary")
+    summary.draw(json.loads(newest.read_text()), tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes() == committed.read_bytes()
+
+
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["summary"])

@@ -1,0 +1,45 @@
+"""What the command lines of several programs share: checks of their arguments, and how a program ends."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+def file(text: str) -> Path:
+    """A file that exists, as the ``type`` of an argument."""
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
+    return path
+
+
+def folder(text: str) -> Path:
+    """A folder that exists, as the ``type`` of an argument."""
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {text!r}")
+    return path
+
+
+def count(text: str) -> int:
+    """A number of at least 1, as the ``type`` of an argument."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def ended(program: Callable[[], int | None]) -> int:
+    """The exit code of a program; 1, without a word, if the reader of its output has gone, such as ``head``."""
+    try:
+        try:
+            return program() or 0
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python writes the rest when it ends
+        return 1

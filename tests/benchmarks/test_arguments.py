@@ -1,0 +1,83 @@
+"""The command lines of the programs that show results: what they refuse, and how they end when nobody reads on."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+from benchmarks import arguments
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("program", "given", "why"),
+    [
+        ("summary", ("--results", "nope.json"), "argument --results: there is no file 'nope.json'"),
+        ("summary", ("--write", "nope.md"), "argument --write: there is no file 'nope.md'"),
+        ("table", ("nope.json",), "argument results: there is no file 'nope.json'"),
+        ("table", ("--write", "nope.md"), "argument --write: there is no file 'nope.md'"),
+        ("plot", ("nope.json",), "argument results: there is no file 'nope.json'"),
+        ("random_tiles", ("nope",), "argument FILE: there is no file 'nope'"),
+        ("pages", ("--results", "nope"), "argument --results: there is no folder 'nope'"),
+        ("cpu_calls", ("--rounds", "0"), "argument --rounds: must be at least 1, got 0"),
+        ("cpu_calls", ("--rounds", "many"), "argument --rounds: invalid count value: 'many'"),
+    ],
+)
+def test_a_wrong_argument_is_told_in_one_sentence(
+    program: str, given: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(f"benchmarks.{program}").main(given)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: {why}")
+
+
+def test_files_without_a_call_whose_tile_was_measured_are_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.json").write_text('{"rows": []}')
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module("benchmarks.random_tiles").main([str(tmp_path / "empty.json")])
+    assert end.value.code == 2
+    assert "the default tile of no call was measured" in capsys.readouterr().err
+
+
+def test_the_code_of_a_program_is_passed_on() -> None:
+    assert [arguments.ended(lambda code=code: code) for code in (None, 0, 3)] == [0, 0, 3]  # type: ignore[misc]
+    with pytest.raises(SystemExit, match="why"):
+        arguments.ended(lambda: sys.exit("why"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("command", "unbuffered"),
+    [
+        ("table --all", ""),
+        ("table --all", "1"),
+        ("cpu_calls --rounds 1", ""),
+        ("summary --results benchmarks/results/summary/nvidia_h200.json", ""),
+    ],
+)
+def test_a_program_whose_output_nobody_reads_ends_without_a_word(command: str, unbuffered: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", *f"benchmarks.{command}".split()],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
