@@ -175,9 +175,10 @@ def _explanation(choice: Choice, kernels: tuple[str, ...]) -> Explanation:
 
 def _of_module(module: Any, *args: Any, **kwargs: Any) -> Explanation:
     """What serves the call of a module: whatever serves the function that the module calls."""
-    if not nn.runs_ours(module) and isinstance(module, (nn.GRU, nn.GRUCell)):
+    if nn.has_own_forward(module):
+        this = "this " if "forward" in vars(module) else ""  # others of its class may have none
         why = (
-            f"{type(module).__qualname__} has a forward of its own, which may do anything: what that passes on to tuned.nn's is told of "
+            f"{this}{type(module).__qualname__} has a forward of its own, which may do anything: what that passes on to tuned.nn's is told of "
             "the module of tuned.nn itself, or of tuned.dispatch's function"
         )
         return _explanation(Choice("eager", why, None), ())

@@ -51,7 +51,7 @@ def _scripted(module: torch.nn.Module, kind: type[torch.nn.Module]) -> torch.nn.
 
     For a subclass with a forward of its own this is the module itself, which torch.jit.script compiles or refuses.
     """
-    return _twin(module, kind) if runs_ours(module) else module
+    return _twin(module, kind) if _has_ours(type(module)) else module
 
 
 class GRU(torch.nn.RNNBase):
@@ -138,7 +138,7 @@ class GRU(torch.nn.RNNBase):
         except _ARGUMENTS as error:
             if resets is not None or not was_refused(error):
                 raise
-            return torch.nn.GRU.forward(self, input, hx)  # type: ignore[call-overload,no-any-return]
+            return _by_pytorch(self, input, hx)
         if packed is not None:
             _, batch_sizes, sorted_indices, unsorted_indices = packed
             rows = PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices)
@@ -209,7 +209,9 @@ def _printed(module: torch.nn.Module) -> str:
 def _leaf_of(module: torch.nn.Module, input: Any, hx: Any, resets: Any) -> Any:  # noqa: A002
     """The call that torch.fx records for a module, as for all modules of torch.nn; None if torch.fx does not trace."""
     given = (input, *(() if hx is None and resets is None else (hx,)))
-    tracer = next((t.tracer for t in (*given, resets) if isinstance(t, torch.fx.Proxy)), None)
+    # Segments, and a PackedSequence, are tuples.
+    parts = [t for part in (*given, resets) for t in (part if isinstance(part, tuple) else (part,))]
+    tracer = next((t.tracer for t in parts if isinstance(t, torch.fx.Proxy)), None)
     if tracer is None:
         return None
     named = {} if resets is None else {"resets": resets}
@@ -266,7 +268,7 @@ def _packed_at_once(  # noqa: PLR0911 - one return per way
 ) -> tuple[PackedSequence, torch.Tensor] | None:
     """``_gru_at_once`` for packed sequences."""
     if tracing() is not None:  # PyTorch's module leaves the number of sequences open
-        return torch.nn.GRU.forward(module, packed, hx)  # type: ignore[call-overload,no-any-return]
+        return _by_pytorch(module, packed, hx)
     weights = _parameters(module, module._flat_weights_names)  # noqa: SLF001
     x, batch_sizes, sorted_indices, unsorted_indices = packed
     layers, bidirectional = module.num_layers, module.bidirectional
@@ -292,12 +294,19 @@ def _packed_at_once(  # noqa: PLR0911 - one return per way
         if made is None:
             return None
         output, h_n = made
-    elif all(t.is_contiguous() for t in (hx, *weights)):
+    elif all(t.is_contiguous() for t in (hx, batch_sizes, *weights)):  # tuned.calls.gru.eager says why
         output, h_n = torch.gru(x, batch_sizes, hx, weights, module.bias, layers, 0.0, train, bidirectional)
     else:
         return None
     rows = PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices)
     return rows, module.permute_hidden(h_n, unsorted_indices)
+
+
+def _by_pytorch(module: GRU, input: Any, hx: Any) -> Any:  # noqa: A002
+    """What the forward of torch.nn.GRU returns, or its error."""
+    if isinstance(input, PackedSequence):  # torch.gru reads the memory of batch_sizes one value after the other
+        input = input._replace(batch_sizes=input.batch_sizes.contiguous())  # noqa: A001
+    return torch.nn.GRU.forward(module, input, hx)  # type: ignore[call-overload]
 
 
 @refuses
@@ -517,6 +526,8 @@ def _patched_gru(*args: Any, **kwargs: Any) -> Any:
     except _ARGUMENTS as error:
         if not was_refused(error):
             raise
+        if isinstance(batch_sizes, torch.Tensor):  # torch.gru reads its memory one value after the other
+            args = (input, batch_sizes.contiguous(), *args[2:])
         return torch.gru(*args)
 
 
@@ -613,9 +624,10 @@ def replace(model: torch.nn.Module) -> torch.nn.Module:
 
     Parameters, buffers, hooks and parametrizations stay as they are. A subclass that overrides neither forward nor the
     methods that forward calls stays a subclass, and gets our forward. A subclass that overrides any of them is left
-    alone, with a warning that names it. A model that has no GRU or GRUCell is left alone with a warning too. Code that
-    looks for torch.nn.GRU afterwards, such as dynamic quantisation, finds none. torch.jit.script compiles torch.nn's
-    modules in place of ours, and leaves them in the model: call ``replace`` again after it.
+    alone, with a warning that names it, and so is a module that has one of them as an attribute. A model that has no
+    GRU or GRUCell is left alone with a warning too. Code that looks for torch.nn.GRU afterwards, such as dynamic
+    quantisation, finds none. torch.jit.script compiles torch.nn's modules in place of ours, and leaves them in the
+    model: call ``replace`` again after it.
 
     Raises:
         TypeError: model is not a torch.nn.Module.
@@ -624,17 +636,17 @@ def replace(model: torch.nn.Module) -> torch.nn.Module:
     left, found = [], 0
     for name, module in model.named_modules():
         kind = type(module)
-        if runs_ours(module) or isinstance(module, (GRU, GRUCell)):
+        if _has_ours(kind) or isinstance(module, (GRU, GRUCell)):
             found += 1
         elif isinstance(module, (torch.nn.GRU, torch.nn.GRUCell)):
-            if (ours := _ours(kind)) is None:
+            if not vars(module).keys().isdisjoint(_ASKED) or (ours := _ours(kind)) is None:
                 left.append(f"{name or 'the model'} ({kind.__qualname__})")
             else:
                 module.__class__ = ours
                 found += 1
     if left:
         warnings.warn(
-            f"tuned.nn.replace left {', '.join(left)} as it is: a class with a forward, checks or __slots__ of its own may do anything there. Call "
+            f"tuned.nn.replace left {', '.join(left)} as it is: a class or module with a forward, checks or __slots__ of its own may do anything there. Call "
             "tuned.nn.GRU in that forward, or run it inside tuned.nn.patched()",
             stacklevel=2,
         )
@@ -668,8 +680,11 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
     _refuse_no_module("restore", model)
     left = []
     for name, module in model.named_modules():
-        module.__class__ = _theirs(type(module))
-        if isinstance(module, (GRU, GRUCell)) or runs_ours(module):
+        kind = type(module)
+        theirs = _theirs(kind)
+        if theirs is not kind:  # any assignment takes the forward of a module that torch.jit.trace made
+            module.__class__ = theirs
+        if isinstance(module, (GRU, GRUCell)) or _has_ours(theirs):
             left.append(f"{name or 'the model'} ({type(module).__qualname__})")
     if left:
         warnings.warn(
@@ -682,7 +697,18 @@ def restore(model: torch.nn.Module) -> torch.nn.Module:
 
 def runs_ours(module: torch.nn.Module) -> bool:
     """Whether a module runs our forward: it was made by tuned.nn or replaced, and may have been parametrised since."""
-    return getattr(type(module), "forward", None) in (GRU.forward, GRUCell.forward)
+    return _has_ours(type(module)) and "forward" not in vars(module)
+
+
+def has_own_forward(module: torch.nn.Module) -> bool:
+    """Whether the forward of a GRU or GRUCell is neither ours nor torch.nn's; also if only this module has it, as with hooks."""
+    known = (torch.nn.GRU.forward, torch.nn.GRUCell.forward)
+    return "forward" in vars(module) or not (_has_ours(type(module)) or type(module).forward in known)
+
+
+def _has_ours(kind: Any) -> bool:
+    """Whether a class has our forward."""
+    return getattr(kind, "forward", None) in (GRU.forward, GRUCell.forward)
 
 
 def _theirs(kind: Any) -> Any:

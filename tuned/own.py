@@ -26,6 +26,7 @@ from tuned.launching.plan import NO_KEY, DirectLaunch, bypassed, direct_launch, 
 from tuned.launching.rehearsal import listen, listening, note_left
 from tuned.lookup.gpu import gpu_of, why_eager
 from tuned.lookup.lookup import Choice, choose
+from tuned.lookup.place import PROGRAM
 from tuned.lookup.table import digests_of
 
 __all__ = [
@@ -74,12 +75,25 @@ class _Known(NamedTuple):
     launches: tuple[tuple[DirectLaunch, tuple[int, ...]], ...]
 
 
+# What no call can change. The hash of another object may be its identity, which says nothing of what it holds now.
+FIXED = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
 LEFT = "it was left to the family's eager"  # stored in place of a _Known if a row says that no kernel is faster
 GRADIENT = "a gradient is needed, and the family has no gradient of its own"
 
 
 def _needs_gradient(values: Iterable[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+
+
+def _value(a: Any) -> Any:
+    """What tells an argument that is no tensor from others; None if it may change."""
+    kind = type(a)
+    if kind is tuple:  # also for its parts: (1,) equals (True,)
+        parts = tuple([_value(part) for part in a])
+        return None if None in parts else parts
+    if kind not in FIXED:
+        return None
+    return kind, str(a) if kind is float and not a else a  # 0.0 equals -0.0
 
 
 class Own:
@@ -164,7 +178,7 @@ class Own:
             made = vars(call).values()
             reason = GRADIENT if _needs_gradient(made) else self.why_not(made)
         if reason is None and not digests_of(self.family):
-            reason = f"no kernel of {self.__name__} was rendered yet: python tune.py --family {shlex.quote(str(self.module.__file__))} --render"
+            reason = f"no kernel of {self.__name__} was rendered yet: {PROGRAM} --family {shlex.quote(str(self.module.__file__))} --render"
         if reason is not None:
             return Choice("eager", reason, None), spec, call
         return choose(self.family, spec, size, gpu_of(call.out.device)), spec, call
@@ -181,9 +195,15 @@ class Own:
                 if (needs and a.requires_grad) or a.is_neg() or a.is_conj():
                     return None
                 tensors.append(traits(a))
+            elif (value := _value(a)) is None:
+                return None
             else:
-                tensors.append((type(a), a))
-        return (now[1], *tensors, *((name, type(a), a) for name, a in kwargs.items()))
+                tensors.append(value)
+        for name, a in kwargs.items():
+            if (value := _value(a)) is None:
+                return None
+            tensors.append((name, value))
+        return (now[1], *tensors)
 
     def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> torch.Tensor:
         choice, spec, call = self.chosen(*args, **kwargs)

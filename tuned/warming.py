@@ -55,8 +55,10 @@ def warm(model: Any = None, /, *example_inputs: Any, processes: int | None = Non
     training, or an input of a function requires one.
 
     Afterwards the model's buffers, training mode and gradients, the tensors among the inputs and the random generators
-    are as before. State that a model keeps in other objects, such as lists, caches or attributes, is not restored. The
-    runs need the memory that PyTorch's operators need in place of ours, and a copy of the buffers and inputs.
+    are as before. State that a model keeps in other objects, such as lists, caches or attributes, is not restored.
+    Parameters are not copied: a model that overwrites one is refused afterwards, except that a write through ``.data``
+    is neither noticed nor undone. The runs need the memory that PyTorch's operators need in place of ours, and a copy of
+    the buffers and inputs.
 
     ``tuned.warm(problems)`` compiles for the current GPU the kernels that recorded problems launch with contiguous
     tensors, and runs nothing. Give a path to a file that TUNED_RECORD named, or the parsed lines of one.
@@ -104,7 +106,12 @@ def _of_model(model: Callable[..., Any], inputs: Any, kwargs: Any, processes: in
     owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
     module = owner if isinstance(owner, torch.nn.Module) else None
     leaves = pytree.tree_leaves((inputs, kwargs))
-    learns = module.training if module is not None else any(getattr(t, "requires_grad", False) for t in leaves)
+    # A frozen module of torch.jit has no ``training``.
+    learns = (
+        getattr(module, "training", False)
+        if module is not None
+        else any(getattr(t, "requires_grad", False) for t in leaves)
+    )
     heard = Heard(gradients=torch.is_grad_enabled() and learns)
     with torch.no_grad(), _kept(module, leaves) as give_back:
         with listen(heard):
@@ -210,9 +217,11 @@ def _kept(model: torch.nn.Module | None, inputs: list[Any]) -> Iterator[Callable
     versions = {name: p._version for name, p in parameters.items() if not p.is_inference()}  # noqa: SLF001
     held: Any = [h for m in modules for h in (m._parameters, m._buffers) if isinstance(h, dict)]  # noqa: SLF001 - not of a scripted module
     holders: list[tuple[Any, Any]] = [(h, dict(h)) for h in held]
-    settings = [(m, m.training) for m in modules]
+    settings = [(m, m.training) for m in modules if hasattr(m, "training")]  # a frozen module of torch.jit has none
     gradients = [(p, p.grad) for p in parameters.values()]
-    memory = _memory([*buffers, *inputs, *(gradient for _, gradient in gradients)])
+    written = [t for t in (*buffers, *inputs, *(gradient for _, gradient in gradients)) if _has_memory(t)]
+    places = [(t, t.detach()) for t in written]  # ``t.data = ...`` and ``t.unsqueeze_()`` leave the alias as it is
+    memory = _memory(written)
     generators = _generators()
 
     def give_back() -> None:
@@ -227,6 +236,9 @@ def _kept(model: torch.nn.Module | None, inputs: list[Any]) -> Iterator[Callable
         for parameter, gradient in gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
+        for t, alias in places:
+            if _place(t) != _place(alias):
+                t.data = alias
         for now, copy in memory:
             # Compared first: memory that cannot be written, such as a mapped file, has not changed, and is not copied to.
             if not torch.equal(now, copy):
@@ -245,17 +257,19 @@ def _kept(model: torch.nn.Module | None, inputs: list[Any]) -> Iterator[Callable
         )
 
 
-def _memory(tensors: Iterable[Any]) -> list[tuple[Any, Any]]:
+def _has_memory(t: Any) -> bool:
+    """Whether a value is a tensor whose elements lie in memory that can be read and written."""
+    return isinstance(t, torch.Tensor) and why_not_plain(t) is None and t.layout is torch.strided and not t.is_meta
+
+
+def _place(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.data_ptr(), t.device, t.dtype, t.shape, t.stride()
+
+
+def _memory(tensors: Iterable[torch.Tensor]) -> list[tuple[Any, Any]]:
     """(bytes, copy) for each tensor: its memory from the first element to the last; equal memory is listed once."""
     found = {}
     for t in tensors:
-        if (
-            not isinstance(t, torch.Tensor)
-            or why_not_plain(t) is not None
-            or t.layout is not torch.strided
-            or t.is_meta
-        ):
-            continue
         if t.numel() and (at := t.data_ptr()):
             size = t.element_size() * (1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)))
             if (at, size) not in found:

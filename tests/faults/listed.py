@@ -3084,7 +3084,7 @@ REFUSED = (
     Fault(
         "weights_known_by_their_ids",
         "tuned/calls/gru_cell/run.py",
-        "w if w is None else (w.shape, w.dtype)",
+        "w if w is None else (w.shape, w.dtype, w.layout)",
         "w if w is None else id(w)",
         (
             T + "calls/test_steps_left.py::"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import io
 import pickle
 import threading
@@ -125,6 +127,27 @@ def test_a_pack_that_pytorch_serves_is_passed_on_in_its_order(gradient: bool, mo
                 assert found[1].requires_grad == gradient
         with pytest.raises(RuntimeError, match="Expected hidden size"):
             ours(x, hx[..., 1:])
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and warns of values that become constants
+@pytest.mark.parametrize("way", ["ours", "patched", "complex", "patched complex", "traced"])
+def test_the_sizes_of_a_pack_may_have_strides(way: str) -> None:
+    """torch.gru reads their memory one value after the other: the second call of a module used to pass them on so."""
+    # Our checks refuse complex numbers, and PyTorch's do not.
+    dtype = torch.complex64 if "complex" in way else torch.float32
+    theirs, ours = (module.requires_grad_(False) for module in pair(FEATURES, H, dtype=dtype))
+    x, sizes = torch.randn(15, FEATURES, dtype=dtype), torch.tensor([6, 4, 3, 2, 3, 9, 3])[::2]
+
+    def run(x: torch.Tensor, sizes: torch.Tensor) -> Any:
+        output, h_n = (theirs if "patched" in way else ours)(PackedSequence(x, sizes))
+        return output.data, h_n
+
+    with torch.no_grad():
+        wanted = theirs(PackedSequence(x, sizes.contiguous()))
+        called = torch.jit.trace(run, (x, sizes.contiguous())) if way == "traced" else run
+        with tuned.nn.patched() if "patched" in way else contextlib.nullcontext():
+            for _ in range(2):
+                assert_same(called(x, sizes), (wanted[0].data, wanted[1]))
 
 
 def test_what_is_known_of_a_class_of_calls_says_nothing_of_weights() -> None:
@@ -559,7 +582,8 @@ def test_what_is_not_replaced_is_told() -> None:
     own = torch.nn.Sequential(*parts)
     with pytest.warns(
         UserWarning,
-        match=r"left 1 \(Otherwise\), 2 \(Slotted\), 3 \(Checked\) as it is: a class with a forward, checks or __slots__ of its own .* "
+        match=r"left 1 \(Otherwise\), 2 \(Slotted\), 3 \(Checked\) as it is: a class or module with a forward, checks or __slots__ of "
+        r"its own .* "
         "tuned.nn.patched",
     ):
         tuned.nn.replace(own)
@@ -568,6 +592,52 @@ def test_what_is_not_replaced_is_told() -> None:
         UserWarning, match="found no torch.nn.GRU or GRUCell in Linear: what calls torch.gru itself has to call"
     ):
         tuned.nn.replace(torch.nn.Linear(2, 2))
+
+
+def hooked(module: Any) -> Any:
+    """The module with a forward as one of its attributes, which calls the one it had."""
+    old = module.forward
+    module.forward = functools.partial(old)
+    return module
+
+
+@pytest.mark.parametrize("kind", [torch.nn.GRU, torch.nn.GRUCell, Kept])
+def test_a_module_with_a_forward_of_its_own_is_left_alone(kind: Any) -> None:
+    """Hooks such as accelerate's are put there. It used to be counted, and explain named kernels that did not run."""
+    module, x = hooked(kind(FEATURES, H)), torch.randn(*(() if kind is torch.nn.GRUCell else (T,)), B, FEATURES)
+    with pytest.warns(UserWarning, match=rf"left the model \({kind.__qualname__}\) as it is: a class or module with"):
+        tuned.nn.replace(module)
+    assert type(module) is kind
+    with tuned.nn.patched():
+        assert f"this {kind.__qualname__} has a forward of its own" in tuned.explain(module, x).why
+    again = hooked(tuned.nn.replace(kind(FEATURES, H)))  # what it calls is ours
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        tuned.nn.replace(again)
+        assert not tuned.nn.runs_ours(again)
+        assert f"this {kind.__qualname__} has a forward of its own" in tuned.explain(again, x).why
+        assert type(tuned.nn.restore(again)) is kind
+
+
+def test_a_module_with_a_check_of_its_own_is_left_alone() -> None:
+    module = torch.nn.GRU(FEATURES, H)
+    module.permute_hidden = lambda hx, _: hx + 1  # type: ignore[method-assign,assignment]
+    with pytest.warns(UserWarning, match="left the model"):
+        assert type(tuned.nn.replace(module)) is torch.nn.GRU
+
+
+def test_a_subclass_of_pytorchs_with_a_forward_of_its_own_is_explained() -> None:
+    """While patched, explain took the arguments of the subclass's forward for those of torch.nn.GRU."""
+
+    class Passing(torch.nn.GRU):
+        def forward(self, *args: Any, **named: Any) -> Any:
+            return super().forward(*args, **named)
+
+    for block in (tuned.nn.patched(), contextlib.nullcontext()):
+        with block:
+            told = tuned.explain(Passing(FEATURES, H), torch.randn(T, B, FEATURES))
+            assert (told.rule, told.kernels) == ("eager", ())
+            assert "Passing has a forward of its own, which may do anything" in told.why
 
 
 @pytest.mark.parametrize("kind", [Further, FurtherLayer])
@@ -633,3 +703,12 @@ def test_modules_are_replaced_in_place_and_restored(kernels: list[GruCall]) -> N
         assert (type(model.encoder), type(model.cell)) == (torch.nn.GRU, torch.nn.GRUCell)
         assert_same([model(x)], [wanted])
     assert len(kernels) == 1
+
+
+def test_a_traced_module_beside_a_gru_stays_as_it_is() -> None:
+    """Any assignment to the class of such a module takes its forward away, unless it was called before."""
+    linear, x = torch.nn.Linear(FEATURES, FEATURES), torch.randn(T, B, FEATURES)
+    model = torch.nn.Sequential(torch.jit.trace(linear, x), torch.nn.GRU(FEATURES, H))
+    tuned.nn.restore(tuned.nn.replace(model))
+    assert_same(model(x), model[1](linear(x)))
+    assert type(model[1]) is torch.nn.GRU

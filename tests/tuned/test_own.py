@@ -171,7 +171,10 @@ def test_numbers_that_are_equal_and_of_another_kind_are_other_calls(
     monkeypatch.setattr(tuned.own, "modes", lambda device: (False, device))
     x = torch.zeros(2, 3)
     for given in (lambda n: ((x, n), {}), lambda n: ((x,), {"scale": n})):
-        assert len({module.softmax._key(*given(n)) for n in (1, 1.0, True)}) == 3
+        for alike in ((1, 1.0, True), (0.0, -0.0), ((1,), (1.0,), (True,)), ((0.0, 2), (-0.0, 2))):
+            keys = [module.softmax._key(*given(n)) for n in alike]
+            assert len(set(keys)) == len(alike)
+            assert keys == [module.softmax._key(*given(n)) for n in alike]
 
 
 def test_a_gradient_of_the_family_is_used(rendered: Path, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,6 +265,36 @@ def test_a_known_call_is_its_launches_on_its_own_tensors(recorded: tuple[Any, Re
     served.softmax(kernel_rows(4, 2, 40))
     served.softmax(kernel_rows(3, 2, 41)[..., :40])
     assert len(told.given) == 2, "another length and other strides are looked at again"
+
+
+class Config:
+    """An argument that may change: its hash is its identity."""
+
+    eps = 1e-6
+
+
+def test_a_call_with_an_argument_that_may_change_has_no_plan(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repeated call launched the numbers that such an argument held before."""
+    monkeypatch.setattr(tuned.own, "modes", lambda device: (False, device))
+    x = torch.zeros(2, 3)
+    for given in (Config(), (1, Config()), [1], x.numpy(), (x,), lambda: 1):
+        assert module.softmax._key((x, given), {}) is None
+        assert module.softmax._key((x,), {"config": given}) is None
+    for given in (None, 3, 0.5, "text", torch.bfloat16, (3, (None, "text"))):
+        key = module.softmax._key((x, given), {"named": given})
+        assert key is not None
+        hash(key)
+
+
+@pytest.mark.interpreter
+def test_what_an_argument_holds_now_counts(recorded: tuple[Any, Recorded], rendered_rmsnorm: Any) -> None:
+    rmsnorm, told, config = rendered_rmsnorm, recorded[1], Config()
+    x, weight, call = kernel_rows(3, 40), kernel_rows(40), rmsnorm.module.call
+    rmsnorm.module.call = lambda x, weight, config: call(x, weight, config.eps)
+    for config.eps in (1e-6, 1.0):
+        wanted = torch.nn.functional.rms_norm(x, (40,), weight, config.eps)
+        torch.testing.assert_close(rmsnorm(x, weight, config), wanted)
+    assert not told.given
 
 
 @pytest.mark.interpreter

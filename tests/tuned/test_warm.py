@@ -426,6 +426,48 @@ def test_a_model_with_a_scripted_part_is_warmed() -> None:
     assert not scripted.running_mean.any()
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_model_with_a_frozen_part_is_warmed(alone: bool) -> None:
+    """It has no ``training``."""
+    frozen = torch.jit.freeze(torch.jit.script(torch.nn.Sequential(torch.nn.Linear(2, 2)).eval()))
+    model = frozen if alone else torch.nn.Sequential(frozen, torch.nn.Linear(2, 2))
+    tuned.warm(model, torch.zeros(1, 2))
+    assert alone or model.training
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_memory_and_shapes_are_as_before_where_the_model_replaces_them(mode: Any) -> None:
+    """Only what lies in the memory of before was put back."""
+
+    class Replacing(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.ones(3))
+            self.register_buffer("none", torch.zeros(0))
+
+        def forward(self, x: torch.Tensor, view: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+            self.mean.mul_(2)
+            self.mean.data = self.mean * 0.9
+            self.none.data = torch.ones(1, dtype=torch.float64)
+            view.mul_(0).t_()
+            whole.set_(torch.ones(5))
+            return x.unsqueeze_(0).mul_(2) + self.mean
+
+    with mode():
+        model, of_view = Replacing(), torch.ones(4, 3)
+        inputs = torch.ones(2, 3), of_view[1:3], torch.zeros(4)
+        mean, addresses = model.mean, [t.data_ptr() for t in inputs]
+        tuned.warm(model, *inputs)
+        assert model.mean is mean
+        assert torch.equal(mean, torch.ones(3))
+        assert (model.none.shape, model.none.dtype) == ((0,), torch.float32)
+        assert [t.shape for t in inputs] == [(2, 3), (2, 3), (4,)]
+        assert [t.data_ptr() for t in inputs] == addresses
+        assert inputs[0].eq(1).all()
+        assert of_view.eq(1).all()
+        assert not inputs[2].any()
+
+
 def test_an_exception_of_the_model_comes_out_as_it_is_and_undoes_the_run() -> None:
     error = KeyError("of the model")
 

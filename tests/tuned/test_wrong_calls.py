@@ -205,7 +205,7 @@ OF_X: dict[str, Row] = {
     "x fp8": (on_x(x=X.to(FP8)), TypeError, "at least 16 bits", "got torch.float8_e4m3fn", "convert with .to(torch.bfloat16)"),
     "x fp8 in place": (on_x(x=X.to(FP8), inplace=True), TypeError, "at least 16 bits", "got torch.float8_e4m3fn", "convert with .to(torch.bfloat16)"),
     "x complex": (on_x(x=X.to(torch.complex64)), TypeError, "x must be floating point", "got torch.complex64", "torch.view_as_real(x).flatten(-2) with interleaved=True"),
-    "x leaf in place": (lambda: rope(zeros(B, S, H, D, requires_grad=True), **TABLE, inplace=True), RuntimeError, "overwriting it would lose", "x is a leaf that requires grad", "use inplace=False"),
+    "x leaf in place": (lambda: rope(zeros(B, S, H, D, requires_grad=True), **TABLE, inplace=True), RuntimeError, "overwriting it would lose", "of shape [2, 6, 4, 8], is a leaf that requires grad", "use inplace=False"),
     "x expanded in place": (on_x(x=X[:1].expand(B, S, H, D), inplace=True), ValueError, "cannot be overwritten", "share memory (stride 0)", "use inplace=False"),
     "layout": (on_x(tensor_format="hsbd"), ValueError, "tensor_format must be one of", "got 'hsbd'", "name the axes of x in their order"),
     "layout in capitals": (on_x(tensor_format="BSHD"), ValueError, "tensor_format must be one of", "got 'BSHD'", "name the axes of x"),
@@ -356,7 +356,7 @@ OF_NORMS: dict[str, Row] = {
     "k_weight elsewhere": (normed(k_weight=torch.ones(D, device=META)), ValueError, "on the device of q", "on meta", MOVE),
     "no k": (normed(k=None), ValueError, "k and k_weight must come together", "got k_weight without k", "give both, or leave both out"),
     "no k_weight": (normed(k_weight=None), ValueError, "k and k_weight must come together", "got k without k_weight", "give both, or leave both out"),
-    "norm leaf in place": (normed(q=zeros(B, S, H, D, requires_grad=True), inplace=True), RuntimeError, "overwriting it would lose", "x is a leaf", "use inplace=False"),
+    "norm leaf in place": (normed(q=zeros(B, S, H, D, requires_grad=True), inplace=True), RuntimeError, "overwriting it would lose", "of shape [2, 6, 4, 8], is a leaf", "use inplace=False"),
     "packed list": (normed_qkv([1.0]), TypeError, "qkv must be a tensor", "got list", AS_TENSOR),
     "packed without kv_heads": (normed_qkv(X), ValueError, "qkv must be [b, s, 3, h, d]", "got [2, 6, 4, 8]", "or pass kv_heads"),
     "packed too few heads": (normed_qkv(X, kv_heads=2), ValueError, "more than 2 * kv_heads heads", "got [2, 6, 4, 8]", "pass the number of heads that k has"),
@@ -412,7 +412,7 @@ OF_LATENT: dict[str, Row] = {
     "megatron query list": (query_of_megatron(t=[1.0]), TypeError, "t must be a tensor", "got list", AS_TENSOR),
     "megatron one buffer": (of_megatron(out_key=zeros(S, B, H, 20)), ValueError, "must come together", "got out_key without out_value", "give both, or leave both out"),
     "megatron buffer shape": (of_megatron(out_key=zeros(S, B, H, 20), out_value=zeros(S, B, H, 5)), ValueError, "out_value must be [6, 2, 4, 4]", "got [6, 2, 4, 5]", "pass out_value=None"),
-    "megatron leaf": (query_of_megatron(t=zeros(S, B, H, 20, requires_grad=True)), RuntimeError, "overwriting it would lose", "x is a leaf", "use inplace=False"),
+    "megatron leaf": (query_of_megatron(t=zeros(S, B, H, 20, requires_grad=True)), RuntimeError, "overwriting it would lose", "of shape [6, 2, 4, 20], is a leaf", "use inplace=False"),
 }
 CACHES8 = {"key_cache": zeros(3, 4, K, D).to(FP8), "value_cache": zeros(3, 4, K, D).to(FP8)}
 ROWS_OF_6, PAGES_OF_4 = zeros(S, 6, D), zeros(4, 4, K, D)
@@ -533,7 +533,7 @@ OF_STEPS: dict[str, Row] = {
     "h none, resets": (lambda: gru_cell(IN[0], None, *W, resets=MARKS[0]), TypeError, "h must be a tensor", "got NoneType", "pass torch.zeros(batch, hidden)"),
     "h hidden": (lambda: gru_cell(IN[0], zeros(B, 5), *W), ValueError, "h must be [batch, 4] for weight_hh of [12, 4]", "got [2, 5]", "give the state of these weights"),
     "h of a layer": (lambda: gru_cell(IN[0], HX, *W), ValueError, "h [batch, hidden]", "and [1, 2, 4]", "for whole sequences call gru"),
-    "h leaf in place": (lambda: gru_cell(IN[0], zeros(B, N, requires_grad=True), *W, inplace=True), RuntimeError, "overwriting it would lose", "is a leaf that requires grad", "use inplace=False"),
+    "h leaf in place": (lambda: gru_cell(IN[0], zeros(B, N, requires_grad=True), *W, inplace=True), RuntimeError, "overwriting it would lose", "of shape [2, 4], is a leaf that requires grad", "use inplace=False"),
     "h needed in place": (lambda: gru_cell(IN[0], zeros(B, N), *W, inplace=True), RuntimeError, "h is overwritten", "its old value is needed for a gradient", "use inplace=False"),
     "h expanded in place": (lambda: gru_cell(IN[0], zeros(1, N).expand(B, N), *[w.detach() for w in W], inplace=True), ValueError, "h cannot be overwritten", "share memory (stride 0)", "use inplace=False"),
     "h of windows in place": (lambda: gru_cell(IN[0], zeros(8).as_strided((B, N), (2, 1)), *[w.detach() for w in W], inplace=True), ValueError, "h cannot be overwritten", "share memory (strides [2, 1] of [2, 4])", "use inplace=False"),
@@ -945,12 +945,42 @@ def test_a_tensor_of_another_kind_after_right_calls_gives_what_a_dense_one_does_
             unlike = UNLIKE[kind](first)
             function(**call)  # the weights of the earlier call, which this call must resemble
             changed = {name: (unlike, call[name][1]) if name == "inputs" else unlike}
+            if function is gru_cell:
+                error = refusal(function, call, **changed)  # of a first call: its weights are copies
+                with pytest.raises(type(error), match=f"^{re.escape(str(error))}$"):
+                    function(**call | changed)
+                continue
             try:
                 got = function(**call | changed)
             except (TypeError, ValueError, RuntimeError):  # PyTorch's errors are of the last kind
                 continue
             assert kind != "quantized", "it stands for other numbers"
             torch.testing.assert_close(got, right)
+
+
+def test_segments_of_another_kind_after_right_ones_are_refused_as_at_first() -> None:
+    """PyTorch's cat makes one sparse tensor of sparse segments, which its step takes."""
+    call = copied(CALLS[gru_cell], x=(IN[0][:, :2], IN[0][:, 2:]), resets=None)
+    sparse = tuple(t.to_sparse() for t in call["x"])
+    for _ in range(3):
+        with pytest.raises(TypeError, match=r"x\[0\] must be a dense tensor, got a sparse_coo one"):
+            gru_cell(**call | {"x": sparse})
+        gru_cell(**call)
+
+
+@torch.no_grad()
+def test_a_state_that_cannot_be_overwritten_is_refused_after_right_steps_too() -> None:
+    """A step in place like one that PyTorch served goes to PyTorch at once, which would write one element several times."""
+    call = copied(CALLS[gru_cell], resets=None) | {"inplace": True}
+    shared, turned = zeros(20).as_strided((B, N), (1, 1)), torch.rand(N, B).mT
+    for _ in range(3):
+        with pytest.raises(ValueError, match="h cannot be overwritten: some of its elements share memory"):
+            gru_cell(**call | {"h": shared})
+        assert not shared.any()
+        for h in (HX[0].clone(), turned):
+            wanted = gru_cell(**call | {"h": h, "inplace": False})
+            assert gru_cell(**call | {"h": h}) is h
+            torch.testing.assert_close(h, wanted)
 
 
 # Replacements of PyTorch's modules use PyTorch's text for the rule and the value. test_nn_errors has more.

@@ -70,12 +70,13 @@ def refuse_overwrite(x: torch.Tensor, *, by_gradient: bool = False) -> None:
     # A leaf may also be a view, of a base that requires no grad.
     if (x.is_leaf and x.requires_grad) or (base is not None and base.is_leaf and base.requires_grad):
         raise RuntimeError(
-            "x is a leaf that requires grad, or a view of one: overwriting it would lose the value its gradient belongs "
-            "to; use inplace=False, or overwrite a clone"
+            f"what would be overwritten, of shape {list(x.shape)}, is a leaf that requires grad, or a view of one: overwriting it would "
+            "lose the value its gradient belongs to; use inplace=False where there is one, or overwrite a clone"
         )
     creation = torch._C._autograd  # noqa: SLF001
     if x._is_view() and creation._get_creation_meta(x) != creation.CreationMeta.DEFAULT:  # noqa: SLF001
         raise RuntimeError(
-            "x is one of several views made together (unbind, split, chunk) or was made under no_grad, and autograd "
-            "cannot follow a write to it; use inplace=False, or slice instead of splitting"
+            f"what would be overwritten, of shape {list(x.shape)}, is one of several views made together (unbind, split, chunk) or was "
+            "made under no_grad, and autograd cannot follow a write to it; use inplace=False where there is one, or slice instead of "
+            "splitting"
         )

@@ -266,7 +266,7 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
     if _device_decides(family, row, spec, size):
         lead = ((family.lead and family.lead(row, spec, size)) or LEAD) ** (1 + away)
     if 0 < _theirs_us(family, row, spec, size) < lead * row.median_us:
-        return _left_to_pytorch(row, gpu, f", {away:.2g} octaves away,")
+        return _left_to_pytorch(row, gpu, f", {away:.2g} octaves away,", lead)
     return _neighbour(spec, size, gpu, found)
 
 
@@ -316,12 +316,14 @@ def _theirs_us(family: Family, row: Row, spec: Any, size: Any) -> float:
     return max(row.eager_us, family.least_us(spec, size)) if row.eager_us and family.least_us else row.eager_us
 
 
-def _left_to_pytorch(row: Row, gpu: Gpu, away: str) -> Choice:
+def _left_to_pytorch(row: Row, gpu: Gpu, away: str, lead: float = 1.0) -> Choice:
     """The choice of PyTorch's operator: a row's kernel is not faster, or leads by too little to lead at another shape too.
 
     The choice has no ``us``: the time of the row is not that of the call, which may have other steps and another size.
     """
     took = f"PyTorch's own took {row.eager_us:.4g} us, the best kernel {row.median_us:.4g}"
+    if row.median_us < row.eager_us < lead * row.median_us:
+        took += f", and a kernel must lead by {lead:.3g} times there to serve here"
     return Choice("eager", f"in {row.source}{away} with {row.size} {took}", None, row, gpu)
 
 

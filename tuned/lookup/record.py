@@ -17,6 +17,7 @@ from typing import Any
 
 from tuned.families.choices import undeclared
 from tuned.families.registry import FAMILIES
+from tuned.lookup.place import TUNE
 
 SCHEMA = 1
 # The timing method of generator.measuring.bench, part of a measurement's key. Change it when that method changes.
@@ -254,7 +255,7 @@ def winners_of(text: str, name: str) -> list[Winner]:
     if content.get("schema") != SCHEMA:
         raise RecordError(
             f"{name} has schema {shown(content.get('schema'))}, this version reads {SCHEMA}: "
-            "update this package, or tune again with python tune.py"
+            f"update this package, or tune again with {TUNE}"
         )
     if not isinstance(content.get("winners"), list):
         raise RecordError(f'{name}: "winners" must be a list')

@@ -18,7 +18,7 @@ from tuned.families.choices import undeclared
 from tuned.families.family import BUILT_IN, Family
 from tuned.families.registry import FAMILIES
 from tuned.lookup.caller import outside
-from tuned.lookup.place import expanded, own_records
+from tuned.lookup.place import TUNE, expanded, own_records
 from tuned.lookup.record import HARD, METHOD, RecordError, changed_sources, differences, load_record
 
 
@@ -90,6 +90,11 @@ def _imported(device: str, families: Mapping[str, Family], home: str) -> Table:
 
 def _recorded(path: Path) -> Table:
     winners = load_record(path)
+    # All rows of a record are of one device.
+    if winners and (device := winners[0].environment["device"]) != path.stem:
+        raise RecordError(
+            f"{path.name} must have the name of its device, {device!r}, by which a record is found: rename it to {device}.json"
+        )
     properties = winners[-1].environment if winners else {}
     rows = ((w.family, w.spec, w.size, w.variant, w.digests, w.median_us, w.eager_us, w.environment) for w in winners)
     return _table(path.stem, properties, str(path), rows)
@@ -137,7 +142,7 @@ def folder_of_records(name: str | Path) -> list[Path]:
     except (OSError, ValueError) as error:  # ValueError: a null byte
         raise RecordError(
             f"a folder of records must be a readable folder, got {str(name)!r} ({error}): name the folder that "
-            "python tune.py --out wrote, or none"
+            f"{TUNE} --out wrote, or none"
         ) from error
 
 

@@ -157,6 +157,25 @@ def test_fx_takes_a_module_as_one_call_as_those_of_torch_nn(*, marked: bool) -> 
     torch.testing.assert_close(traced(*given), model(*given))
 
 
+class Tupled(torch.nn.Module):
+    """A module of a step that gets segments, and of a sequence that is packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.cell = GRU, CELL
+
+    def forward(self, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> Any:
+        output, h_n = self.gru(torch.nn.utils.rnn.PackedSequence(x, torch.tensor([2, 1])))
+        return output.data, h_n, self.cell((first, second))
+
+
+def test_fx_takes_a_module_that_gets_a_tuple_as_one_call() -> None:
+    model, given = Tupled(), (X[0, :3], X[0, :, :1], X[0, :, 1:])
+    traced = torch.fx.symbolic_trace(model)
+    assert [str(node.target) for node in traced.graph.nodes if node.op == "call_module"] == ["gru", "cell"]
+    torch.testing.assert_close(traced(*given), model(*given))
+
+
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 @pytest.mark.parametrize("name", ["resets", "cu_seqlens"])
 def test_what_make_fx_traces_reads_lengths_and_resets_anew(name: str, mode: str) -> None:

@@ -330,6 +330,29 @@ def test_records_of_a_folder_stand_in_front_and_a_broken_one_is_skipped_with_a_w
         tuned.lookup.table.tables.cache_clear()
 
 
+@pytest.mark.parametrize("variable", ["TUNED_TABLES", "XDG_DATA_HOME"])
+def test_a_record_under_a_name_that_is_not_its_device_is_told_of(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood for a device of that name, so no call found it, and nothing was said."""
+    made = winner()
+    folder = tmp_path if variable == "TUNED_TABLES" else tmp_path / "tuned-kernels" / "winners"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_record(folder / "mine.json", "test_gpu", [made])
+    monkeypatch.setenv(variable, str(tmp_path))
+    tuned.lookup.table.tables.cache_clear()
+    try:
+        said = r"^mine\.json must have the name of its device, 'test_gpu', by .*: rename it to test_gpu\.json; it is not used"
+        with pytest.warns(RuntimeWarning, match=said):
+            assert not {"mine", "test_gpu"} & set(tuned.lookup.table.tables())
+        (folder / "mine.json").rename(folder / "test_gpu.json")
+        tuned.lookup.table.tables.cache_clear()
+        (found,) = tuned.lookup.table.tables()["test_gpu"].rows[made.family]
+        assert found.variant == made.variant
+    finally:
+        tuned.lookup.table.tables.cache_clear()
+
+
 def test_a_row_timed_another_way_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = winner()
     old = dataclasses.replace(made, environment={**made.environment, "method": "wall clock"})

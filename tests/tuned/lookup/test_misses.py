@@ -416,6 +416,25 @@ def test_no_two_problems_have_the_same_name() -> None:
     assert len(set(names)) == len(names)
 
 
+def test_a_string_of_a_field_that_may_be_left_out_has_its_name() -> None:
+    """A family of one's own may have two fields with the same values."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Cast:
+        dtype: str = "float32"
+        result: str = "float32"
+
+    names = [name_of("cast", spec, SIZE) for spec in (Cast("bfloat16"), Cast(result="bfloat16"), Cast())]
+    assert len(set(names)) == 3
+    assert names[0].startswith("cast_dtypebfloat16_")
+
+
+def test_a_name_has_no_comma() -> None:
+    """--problems takes names with commas between."""
+    name = name_of("gru_cell", GruCellSpec("bfloat16", 512, (256, 512)), SIZE)
+    assert name.startswith("gru_cell_bfloat16_hidden512_inputs256x512_")
+
+
 def test_the_rule_of_a_choice_without_a_gpu_is_no_miss() -> None:
     misses.note(ROPE, SPEC, SIZE, Choice("eager", "on a CPU", None))
     assert not misses._TOLD
