@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from shared import DTYPES, Decoder, Layers, apply_rotary_pos_emb, check_heads, parser_of, waiting_for
+from shared import DTYPES, Decoder, Layers, apply_rotary_pos_emb, check_heads, parser_of, run, waiting_for
 from torch import nn
 
 import tuned
@@ -189,8 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kv_heads=(2, None),
         layers=(4, None),
         batch=(4, None),
-        tokens=(128, "to write, a text"),
-        symbols=(1024, "in the alphabet"),
+        tokens=(128, "to write, a text", 2),
+        symbols=(1024, "in the alphabet", 2),
     )
     options = parser.parse_args(arguments)
     check_heads(parser, options)
@@ -210,4 +210,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

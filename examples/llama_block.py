@@ -127,7 +127,7 @@ def train(models: Sequence[Llama], options: argparse.Namespace, random: torch.Ge
         if step in {0, options.steps - 1} or (step + 1) % (options.steps // 5 or 1) == 0:
             before, after = (seen[-1] for seen in losses)
             print(f"{f'step {step + 1}':<36} {before:9.4f} {after:9.4f} {abs(before - after):9.2g}", flush=True)
-    apart = max(abs(before - after) for before, after in zip(*losses, strict=True))
+    apart = torch.tensor(losses, dtype=torch.float64).diff(dim=0).abs().max().item()
     print(f"largest difference of losses: {apart:.2g}")
     before, after = (statistics.median(taken[COMPILING:] or taken) for taken in times)
     print(f"\n{'':<36} {'PyTorch':>9} {'tuned':>9} {'ratio':>9}")
@@ -144,11 +144,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         heads=(4, None),
         kv_heads=(2, None),
         layers=(2, None),
-        seq=(32, "symbols in a text, an even number"),
+        seq=(32, "symbols in a text, an even number", 4),
         batch=(32, "texts a step"),
-        symbols=(16, "in the alphabet"),
+        symbols=(16, "in the alphabet", 2),
         steps=(100, "of training"),
-        rate=(2e-3, "of learning; a wide model wants a lower one"),
+        rate=(2e-3, "of learning; a wide model wants a lower one", 0.0, 1.0),
     )
     options = parser.parse_args(arguments)
     shared.check_heads(parser, options)
@@ -180,4 +180,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    shared.run(main)

@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import argparse
 import copy
+import io
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from shared import DTYPES, milliseconds, parser_of
+from shared import DTYPES, milliseconds, parser_of, run
 from torch import nn
 
 import tuned
@@ -147,7 +148,7 @@ def loss_of(policy: Policy, rollout: Rollout) -> torch.Tensor:
     logits, value, _ = policy(rollout.seen, rollout.state, rollout.begun)
     chances = torch.distributions.Categorical(logits=logits.float())
     ratio = (chances.log_prob(rollout.named) - rollout.chance).exp()
-    better = (rollout.advantage - rollout.advantage.mean()) / (rollout.advantage.std() + 1e-6)
+    better = (rollout.advantage - rollout.advantage.mean()) / (rollout.advantage.std(correction=0) + 1e-6)
     gain = torch.minimum(ratio * better, ratio.clamp(1 - CLIP, 1 + CLIP) * better).mean()
     missed = (value.float() - rollout.wanted).square().mean()
     return VALUE * missed - gain - ENTROPY * chances.entropy().mean()
@@ -156,6 +157,11 @@ def loss_of(policy: Policy, rollout: Rollout) -> torch.Tensor:
 def gradients(policy: Policy, rollout: Rollout) -> list[torch.Tensor]:
     """The gradients of all weights: a step of the learner, without the optimiser."""
     return list(torch.autograd.grad(loss_of(policy, rollout), list(policy.parameters())))
+
+
+def largest(tensors: Iterable[torch.Tensor]) -> float:
+    """The largest magnitude of an entry; NaN if any entry is NaN, which Python's max() may miss."""
+    return float(torch.stack([tensor.abs().max() for tensor in tensors]).max())
 
 
 def compare(options: argparse.Namespace, random: torch.Generator) -> bool:
@@ -168,9 +174,8 @@ def compare(options: argparse.Namespace, random: torch.Generator) -> bool:
     begun = torch.ones(options.agents, dtype=torch.bool, device=options.device)
     corridors = Corridors(options.agents, options.longest, random)
     rollout, *_ = played(policy, corridors, state, begun, options.rollout)
-    pairs = list(zip(gradients(policy, rollout), gradients(loop, rollout), strict=True))
-    largest = max(float(theirs.abs().max()) for _, theirs in pairs)
-    apart = max(float((ours - theirs).abs().max()) for ours, theirs in pairs) / largest
+    ours, theirs = gradients(policy, rollout), gradients(loop, rollout)
+    apart = largest(one - other for one, other in zip(ours, theirs, strict=True)) / largest(theirs)
     told = f"{options.rollout} steps of {options.agents} agents, {options.hidden} units, {options.dtype}"
     print(f"\na step of the learner, {told}; gradients of both are {apart:.1g} of the largest apart")
     entered = torch.zeros(*rollout.seen.shape[:2], options.hidden, device=options.device, dtype=dtype)
@@ -184,21 +189,32 @@ def compare(options: argparse.Namespace, random: torch.Generator) -> bool:
     return apart <= CLOSE
 
 
-def draw(rewards: Sequence[float], path: Path) -> None:
-    """Draw the curve of rewards to a picture."""
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - optional
-    except ImportError:
-        print("no picture: matplotlib is not installed")
-        return
+def curve(rewards: Sequence[float], kind: str) -> bytes:
+    """The curve of rewards as a picture; ``kind`` is a format that matplotlib knows."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - optional
+
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(range(1, len(rewards) + 1), rewards)
     axes.axhline(0.0, color="grey", linewidth=0.8, linestyle="--", label="a guess")
     axes.set(xlabel="rollout", ylabel="mean reward of corridors that ended", ylim=(-1.05, 1.05))
     axes.legend(loc="lower right")
-    figure.savefig(path, dpi=120)
-    print(f"the curve is in {path}")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format=kind)
+    return picture.getvalue()
+
+
+def picture_of(parser: argparse.ArgumentParser, path: Path) -> Path | None:
+    """The path if the curve can be written there, or None without matplotlib: before training, which takes minutes."""
+    try:
+        curve([], path.suffix[1:])
+        path.open("ab").close()
+    except ImportError:
+        print("no picture: matplotlib is not installed")
+        return None
+    except (OSError, RuntimeError, ValueError) as error:
+        parser.error(f"argument --picture: {error}")
+    return path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -210,11 +226,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rollouts=(60, "of training; 0 to time alone", 0),
         agents=(64, None),
         rollout=(64, "steps of one"),
-        longest=(12, "rooms of a corridor"),
+        longest=(12, "rooms of a corridor", 3),
         hidden=(64, None),
     )
     parser.add_argument("--picture", type=Path, default=Path("ppo_resets.png"), help="of the rewards")
     options = parser.parse_args(arguments)
+    picture = picture_of(parser, options.picture) if options.rollouts else None
 
     torch.manual_seed(options.seed)
     random = torch.Generator().manual_seed(options.seed)
@@ -237,9 +254,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"rollout {number + 1}: mean reward {reward:.2f}", flush=True)
     if rewards:
         print(f"{options.rollouts} rollouts in {time.perf_counter() - started:.1f} s; a guess has reward 0, memory 1")
-        draw(rewards, options.picture)
+    if picture:
+        picture.write_bytes(curve(rewards, picture.suffix[1:]))
+        print(f"the curve is in {picture}")
     return 0 if compare(options, random) else 1
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

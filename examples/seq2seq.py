@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from shared import DTYPES, milliseconds, parser_of
+from shared import DTYPES, milliseconds, parser_of, run
 from torch import nn
 
 import tuned
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "after training, which is float32",
         steps=(500, "of training"),
         batch=(64, None),
-        hidden=(128, None),
+        hidden=(128, "units; embeddings have half as many", 2),
         length=(8, "of the longest source; one length a batch"),
         symbols=(10, "in the alphabet"),
     )
@@ -188,11 +188,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with torch.no_grad():
         same = compare(model, after, options, unseen[0])
     steps = [(m, torch.optim.Adam(m.parameters(), lr=0.0)) for m in (model.float(), after.float())]
-    name = "training step, PyTorch's operators in both"
-    compare_times(name, [partial(train_step, m, optimiser, unseen) for m, optimiser in steps])
+    compare_times("training step", [partial(train_step, m, optimiser, unseen) for m, optimiser in steps])
     print(f"encoder in training: {tuned.explain(after.encoder, after.embedding(unseen[0]))}")
     return 0 if same else 1
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run(main)

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from torch.utils import benchmark
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 THETA = 10_000.0  # base of RoPE's frequencies in the first Llama
+MOST = 2**31 - 1  # of an option that has no other limit
 SECONDS = 0.2  # a call is timed for at least so long
 
 
@@ -25,14 +28,15 @@ def device_named(name: str) -> str:
     return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def at_least(least: float, kind: type) -> Callable[[str], float]:
-    """A converter for argparse, which refuses numbers below ``least``."""
+def between(kind: type, least: float = 1, most: float = MOST) -> Callable[[str], float]:
+    """A converter for argparse, which refuses NaN and numbers out of ``least`` to ``most``."""
 
     def number(text: str) -> float:
         value: float = kind(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
-        return value
+        if least <= value <= most:
+            return value
+        limit = f"most {most}" if value > most else f"least {least}"
+        raise argparse.ArgumentTypeError(f"must be at {limit}, got {text}")
 
     number.__name__ = kind.__name__  # argparse prints this name if a text is no number
     return number
@@ -43,18 +47,28 @@ def parser_of(
 ) -> argparse.ArgumentParser:
     """The command line of an example.
 
-    ``numbers``: option -> (default, help) or (default, help, least). The default has the option's type; without a
-    least, it is 1 for an int and 0.0 for a float.
+    ``numbers``: option -> (default, help), (default, help, least) or (default, help, least, most). The default has the
+    option's type; least is 1 and most MOST if they are left out.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", type=device_named)
-    for name, (default, text, *least) in numbers.items():
-        lowest = least[0] if least else int(type(default) is int)
-        kind = at_least(lowest, type(default))
+    for name, (default, text, *limits) in numbers.items():
+        kind = between(type(default), *limits)
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=text)
     parser.add_argument("--dtype", choices=tuple(dtypes), default="float32", help=dtype_help)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=between(int, -(2**63), 2**64 - 1), default=0)  # the limits are torch's
     return parser
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """End the script with main's exit code, and without a traceback if the reader of its output has gone, as head does."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python writes the rest when it ends
+        code = 1
+    raise SystemExit(code)
 
 
 def milliseconds(call: Callable[[], object]) -> float:

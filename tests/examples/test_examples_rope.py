@@ -83,6 +83,15 @@ def test_a_block_that_rotates_otherwise_is_seen(
     assert "same gradients at the start: False" in capsys.readouterr().out
 
 
+def test_a_loss_that_is_not_a_number_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = iter([1.0, 1.0, 1.0, torch.nan])
+    monkeypatch.setattr(llama_block, "train_step", lambda *_: torch.tensor(next(steps)))
+    llama_block.main(["--device", "cpu", *BLOCK, "--steps", "2"])
+    assert "largest difference of losses: nan" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("example", [llama_block, decode], ids=["llama_block", "decode"])
 @pytest.mark.parametrize("wrong", [["--hidden", "36"], ["--kv-heads", "3"]], ids=" ".join)
 def test_heads_that_do_not_divide_are_refused(

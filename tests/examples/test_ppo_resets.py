@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -50,6 +51,51 @@ def test_a_policy_that_forgets_its_marks_is_seen(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(ppo_resets.Policy, "forward", forgetful)
     assert ppo_resets.main([*SMALL, "--rollouts", "0"]) == 1
+
+
+def test_a_gradient_that_is_not_a_number_is_seen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gradients = ppo_resets.gradients
+
+    def broken(policy: Any, rollout: Any) -> list[torch.Tensor]:
+        *first, last = gradients(policy, rollout)
+        return [*first, last if isinstance(policy, ppo_resets.LoopPolicy) else last * torch.nan]
+
+    monkeypatch.setattr(ppo_resets, "gradients", broken)
+    assert ppo_resets.main([*SMALL, "--rollouts", "0"]) == 1
+    assert "gradients of both are nan of the largest apart" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("none/x.png", "No such file or directory"),
+        ("", "Format '' is not supported"),
+        ("x.foo", "Format 'foo' is not supported"),
+        ("x" * 300 + ".svg", "File name too long"),
+    ],
+    ids=["no folder", "a folder", "no format", "no name"],
+)
+def test_a_picture_that_cannot_be_is_refused_before_training(
+    name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        ppo_resets.main([*SMALL, "--rollouts", "1", "--picture", str(tmp_path / name)])
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "error: argument --picture: " in told.err.splitlines()[-1]
+    assert said in told.err.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib_it_learns_and_draws_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert ppo_resets.main([*SMALL, "--rollouts", "1", "--picture", str(tmp_path / "none.png")]) == 0
+    assert "no picture: matplotlib is not installed" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 def test_corridors_ask_in_the_last_room_alone_and_end_there() -> None:
