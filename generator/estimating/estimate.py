@@ -32,11 +32,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuned.families.launch import ceil_div
+from tuned.families.launch import Launch, ceil_div
 
 from ..families.amounts import Work
-from ..measuring.compile import Resources
+from ..measuring.compile import Resources, same_code
 from ..problem import Problem
+from ..rendering.structures import load
 from ..workload import WORKLOADS
 from .model import fitted
 from .targets import Target, resident
@@ -75,7 +76,18 @@ def least_us(work: Work, target: Target) -> float:
 def by_hand_us(problem: Problem, variant: Any, target: Target, needs: Sequence[Resources] | None = None) -> float:
     """The time in microseconds by the model that this module's docstring describes."""
     works = WORKLOADS[problem.family].work(problem, variant)
+    if needs and len(needs) < len(works):
+        needs = _in_order(problem, variant, needs)
     return sum(_launch_us(work, target, needs[i] if needs else None) for i, work in enumerate(works))
+
+
+def _in_order(problem: Problem, variant: Any, needs: Sequence[Resources]) -> list[Resources]:
+    """What each launch of a call needs, in order; ``needs`` has launches of one code and grid once, as compile.distinct does."""
+    work = WORKLOADS[problem.family]
+    steps = work.family.launches(problem.spec, variant, work.inputs(problem.spec, problem.size, "meta", 0))
+    kinds = [(s.programs, same_code(load(s.kernel), s)) for s in steps if isinstance(s, Launch)]
+    found = dict(zip(dict.fromkeys(kinds), needs, strict=True))
+    return [found[kind] for kind in kinds]
 
 
 def _launch_us(work: Work, target: Target, need: Resources | None) -> float:

@@ -112,8 +112,9 @@ def load(path: Path) -> Landscape:
 
 
 def load_landscapes(device: str, folder: Path = LANDSCAPES) -> list[Landscape]:
-    """The landscapes of a device, by name of the problem."""
-    return [load(path) for path in sorted((folder / device).glob("*.json.gz"))]
+    """The landscapes of a device, by name of the problem; without those that have no time of a variant of today's space."""
+    found = (load(path) for path in sorted((folder / device).glob("*.json.gz")))
+    return [one for one in found if one.times]
 
 
 def _number(variant: Any, declared: dict[str, Any]) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from tuned.families.choices import choices
 from tuned.families.copying import KERNEL as COPY
-from tuned.families.gru.launches import kernel_name
+from tuned.families.gru.launches import ALIGNED, kernel_name
 from tuned.families.gru.spec import LAYOUTS, GruSize, GruSpec
 from tuned.families.gru.variant import PTX_EXCHANGES, SPIN_CAPABILITY, STAGED_WARPS, GruVariant, alone, row_variant
 from tuned.families.launch import ceil_div
@@ -79,9 +79,20 @@ TAKES = {
     "packed": "batch_sizes: int64 [seq] on the CPU, of a PackedSequence.",
     "thd": "cu_seqlens: int32 [batch + 1] on the device of gates; seq: the longest length.",
 }
-# A letter for each dimension: direction, layer, time, batch. Packed tokens have one dimension for time and batch.
-DIMS = {"gates": "dtb", "out": "tb", "between": "ltb", "h_0": "lb", "h_n": "lb"}
-PACKED_DIMS = {**DIMS, "gates": "dt", "out": "t", "between": "lt"}
+# A letter for each dimension: direction, layer, time, batch; of weights, row and column. Packed tokens have one dimension for time and batch.
+DIMS = {"gates": "dtb", "out": "tb", "between": "ltb", "h_0": "lb", "h_n": "lb", "weight_hh": "lrk", "resets": "tb"}
+PACKED_DIMS = {**DIMS, "gates": "dt", "out": "t", "between": "lt", "resets": "t"}
+
+
+def extra(spec: GruSpec) -> list[str]:
+    """The last parameters of a shown function: how long sequences are, and marks of resets."""
+    return [*EXTRA[spec.layout], *(["resets"] if spec.resets else [])]
+
+
+def resets_taken(spec: GruSpec) -> str:
+    """What the docstring of a shown function says of resets."""
+    tokens = "seq, batch" if spec.dense else "tokens"
+    return f"resets: bool [{tokens}], whether the state is 0 before a token's step." if spec.resets else ""
 
 
 def wrapper(winner: Winner, shown: Shown) -> str:
@@ -102,10 +113,11 @@ def _head(spec: GruSpec) -> str:
         f"weight_ih: [{spec.layers - 1}, {three}, {hidden}], of the layers above the lowest." if upper else "",
         f"bias_ih, bias_hh: [{sets}, {three}]." if bias else "",
         TAKES[spec.layout],
+        resets_taken(spec),
         "Gates in the order r, z, n; last strides 1, matrices contiguous.",
     ]
     wrapped = [line for text in takes for line in textwrap.wrap(text, 110)]
-    parameters = ["gates", "h_0", "weight_hh", *upper, *bias, *EXTRA[spec.layout]]
+    parameters = ["gates", "h_0", "weight_hh", *upper, *bias, *extra(spec)]
     lines = [
         *head("gru", parameters, "Output and last states of torch.nn.GRU, given the projection of its input.", wrapped),
         *refusal(
@@ -124,11 +136,17 @@ def _recurrence(spec: GruSpec, variant: GruVariant, shown: Shown) -> str:
     waits = variant.strategy == "persistent" and not alone(spec, variant)
     counts = waits and variant.exchange == "counter"
     given = {} if spec.bias else {"bias_ih": "h_0", "bias_hh": "h_0", "bias_ih_stride": "0", "bias_hh_stride": "0"}
+    # Some templates name the tensors of all programs so, to keep the short names for the parts that one program takes.
+    given |= {f"all_{name}": name for name in ("gates", "weight_hh", "h_0", "out", "h_n")}
+    given |= {f"all_{name}": "h_0" if spec.dense else name for name in ("starts", "lengths")}
     lines = []
     if spec.stacked:
         lines.append(f"    between = gates.new_empty(({spec.layers - 1}, *gates.shape[1:-1], {spec.hidden}))")
     rows = f"triton.cdiv(batch, {variant.block_batch})"
     sets = spec.layers * spec.directions
+    if variant.in_turn:
+        lines.append("    states = torch.empty(h_0.shape, dtype=torch.float32, device=gates.device)")
+        lines.append(f"    sets = triton.cdiv({rows}, {variant.turns})")
     if counts:
         lines.append(f"    counters = torch.zeros({32 * sets} * {rows}, dtype=torch.int32, device=gates.device)")
     else:
@@ -136,16 +154,17 @@ def _recurrence(spec: GruSpec, variant: GruVariant, shown: Shown) -> str:
     if waits and not counts:  # readers wait until these values are overwritten
         word = "int16" if spec.item == 2 else "int32"  # noqa: PLR2004
         lines += [f"    {t}.view(torch.{word}).fill_(-1)" for t in ("out", *(["between"] if spec.stacked else []))]
-    exchange = exchange_lines(spec, variant)
-    lines += exchange
+    exchange, pack = exchange_lines(spec, variant), _pack_lines(spec, shown)
+    lines += [*exchange, *pack]
     lines.append("    with torch.cuda.device_of(gates):")
     each = variant.strategy == "steps"
     if each:
         lines.append("        for step in range(seq):")
     given |= {"t_begin": "step", "t_end": "step + 1"} if each else {"t_begin": "0", "t_end": "seq"}
-    grid = f"{ceil_div(spec.hidden, variant.block_hidden) * sets} * {rows}"
+    cells = ceil_div(spec.hidden, variant.block_hidden) * (spec.layers if variant.staged else sets)
+    grid = f"{cells} * {'sets' if variant.in_turn else rows}"
     dims = DIMS if spec.layout == "dense" else PACKED_DIMS
-    options = "EXCHANGE=exchange" if exchange else ""
+    options = "EXCHANGE=exchange" if exchange else "PACK=pack" if pack else ""
     return "\n".join(lines) + "\n" + shown.text(grid, dims, given, indent=12 if each else 8, options=options)
 
 
@@ -156,6 +175,17 @@ def exchange_lines(spec: GruSpec, variant: GruVariant) -> list[str]:
     return chosen_lines(
         "exchange", "gates", divmod(SPIN_CAPABILITY[spec.item], 10), (f'"{variant.exchange}"', '"poll"')
     )
+
+
+def _pack_lines(spec: GruSpec, shown: Shown) -> list[str]:
+    """Lines that choose how many weights form "row" loads at a time: several only where their addresses are multiples, as in a launch."""
+    several = shown.launch.constants.get("PACK", 1)
+    if several == 1:
+        return []
+    aligned = f"weight_hh.data_ptr() % {ALIGNED} == 0"
+    if spec.directions > 1:
+        aligned += f" and weight_hh.stride(0) % {ALIGNED} == 0"
+    return [f"    pack = {several} if {aligned} else 1"]
 
 
 def _library(spec: GruSpec, shown: Shown) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import textwrap
 from collections.abc import Iterator
 
 from tuned.families.gru.spec import LAYOUTS, GruSpec
 from tuned.families.gru.variant import GruVariant
-from tuned.families.gru_backward.launches import PARTS, kernel_name
+from tuned.families.gru_backward.launches import PARTS, exchange, kernel_name
 from tuned.families.launch import ceil_div
 from tuned.lookup.record import Winner
 
-from ..gru.texts import EXTRA, LENGTHS, TAKES, exchange_lines, shown_size
+from ..gru.texts import LENGTHS, TAKES, exchange_lines, extra, resets_taken, shown_size
 from ..text import Shown, Text, head, refusal
 
 __all__ = ["shown_size", "texts", "wrapper"]
@@ -26,8 +27,8 @@ def texts() -> Iterator[Text]:
 
 
 # A letter for each dimension: direction, time, batch. Packed tokens have one dimension instead of time and batch.
-DIMS = {"grad_out": "tb", "grad_h_n": "lb", "grad_h_0": "lb"}
-PACKED_DIMS = {**DIMS, "grad_out": "t"}
+DIMS = {"grad_out": "tb", "grad_h_n": "lb", "grad_h_0": "lb", "resets": "tb"}
+PACKED_DIMS = {**DIMS, "grad_out": "t", "resets": "t"}
 
 
 def wrapper(winner: Winner, shown: Shown) -> str:
@@ -43,10 +44,11 @@ def wrapper(winner: Winner, shown: Shown) -> str:
         f"weight_hh: [{sets}, {3 * hidden}, {hidden}].",
         f"bias_ih, bias_hh: [{sets}, {3 * hidden}]." if spec.bias else "",
         TAKES[spec.layout],
+        resets_taken(spec),
         f"Returns gradients of h_n, r, z and i_n before their activations, [{sets}, {tokens}, {PARTS * hidden}], and of h_0.",
         "Contiguous tensors.",
     ]
-    parameters = ["gates", "hidden", "before", "grad_out", "grad_h_n", "weight_hh", *bias, *EXTRA[spec.layout]]
+    parameters = ["gates", "hidden", "before", "grad_out", "grad_h_n", "weight_hh", *bias, *extra(spec)]
     wrapped = [line for text in takes for line in textwrap.wrap(text, 110)]
     counts = variant.exchange == "counter"
     rows = f"triton.cdiv(batch, {variant.block_batch})"
@@ -82,8 +84,9 @@ def wrapper(winner: Winner, shown: Shown) -> str:
         given |= {"all_starts": "starts", "all_lengths": "lengths", "token_stride_t": "1", "token_stride_b": "0"}
     given |= {"t_begin": "0", "t_end": "seq + 1"}
     grid = f"{ceil_div(hidden, variant.block_hidden) * sets} * sets"
-    exchange = exchange_lines(spec, variant)
-    lines += [*exchange, "    with torch.cuda.device_of(gates):"]
-    options = "EXCHANGE=exchange" if exchange else ""
+    # As launches chooses it: rows of a PackedSequence never spin.
+    chosen = exchange_lines(spec, dataclasses.replace(variant, exchange=exchange(spec, variant)))
+    lines += [*chosen, "    with torch.cuda.device_of(gates):"]
+    options = "EXCHANGE=exchange" if chosen else ""
     dims = DIMS if spec.dense else PACKED_DIMS
     return "\n".join(lines) + "\n" + shown.text(grid, dims, given, options=options) + "    return grads, grad_h_0\n"

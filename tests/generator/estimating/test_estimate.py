@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from generator.estimating import offline
+from generator.estimating import estimate, offline
 from generator.estimating.estimate import START_US, by_hand_us
 from generator.estimating.offline import Estimate, sample_of, save
 from generator.estimating.targets import TARGETS, UnknownTargetError, resident, target_named
@@ -18,6 +19,7 @@ from generator.measuring.interpret import small
 from generator.reporting.estimates import funnel, picks, run_offline
 from generator.searching.pool import legal_pool
 from generator.selection import problem_named
+from generator.workload import WORKLOADS
 from tests.support.records import winner
 from tuned.families.rope.variant import RopeVariant, default_variant
 
@@ -64,6 +66,27 @@ def test_many_registers_leave_few_programs_resident() -> None:
     assert resident(work, H200, need(255)) == 65536 // (256 * 128)
     assert resident(work, H200, need(32, shared=100_000)) == 2
     assert resident(work, H200, need(255, shared=10**6)) == 1
+
+
+def test_each_launch_of_a_call_has_its_own_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's report has launches of one code and grid once, however often and wherever they come."""
+    # Where tests run, kernels are interpreted, and the compiler's key of their code is not to be had.
+    monkeypatch.setattr(estimate, "same_code", lambda _, launch: (launch.kernel, repr(launch.options)))
+    few, many = RopeVariant(num_warps=4), RopeVariant(num_warps=8)
+    work = WORKLOADS["rope"]
+    call = work.inputs(PREFILL.spec, PREFILL.size, "meta", 0)
+    launches = {v: work.family.launches(PREFILL.spec, v, call) for v in (few, many)}
+    times = {v: by_hand_us(PREFILL, v, H200, [report]) for v, report in ((few, need(32)), (many, need(255)))}
+    for order in ((few, many, few), (few, few), (many, few, few)):
+        steps = tuple(step for v in order for step in launches[v])
+        several = dataclasses.replace(
+            work,
+            family=dataclasses.replace(work.family, launches=lambda *_, steps=steps: steps),
+            work=lambda problem, _, order=order: tuple(w for v in order for w in rope_work(problem, v)),
+        )
+        monkeypatch.setitem(WORKLOADS, "rope", several)
+        needs = [need(32 if v == few else 255) for v in dict.fromkeys(order)]
+        assert by_hand_us(PREFILL, few, H200, needs) == pytest.approx(sum(times[v] for v in order))
 
 
 def test_a_program_of_one_tiny_tile_is_estimated_slower() -> None:

@@ -104,6 +104,13 @@ def test_the_command_tells_every_rule_and_whether_the_bars_are_met(monkeypatch: 
     done = CliRunner().invoke(command_line.app, ["regret", "--device", "a_card"])
     assert done.exit_code == 2
     assert "no landscape of a_card" in " ".join(done.output.split())
+    monkeypatch.setattr(generator.storage.landscape, "load_landscapes", lambda _: made()[:1])
+    done = CliRunner().invoke(command_line.app, ["regret", "--device", "a_card"])
+    assert done.exit_code == 2
+    assert "no family has two landscapes of a_card: python tune.py landscape" in " ".join(done.output.split())
+    monkeypatch.setattr(generator.storage.landscape, "load_landscapes", lambda _: made()[:2])
+    done = CliRunner().invoke(command_line.app, ["regret", "--device", "a_card"])
+    assert "2 problems of a_card" in " ".join(done.output.split()), "two are enough"
 
 
 # Measured ----------------------------------------------------------------------------------------------------------

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import gzip
 import json
 import statistics
+import types
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from generator import places
+from generator import commands, places
 from generator.disk import put_between
 from generator.estimating import model
 from generator.evaluation import evidence, replay
-from generator.evaluation.recording import record
+from generator.evaluation.recording import record, record_all
 from generator.searching.pool import legal_pool
 from generator.searching.search import Outcome
 from generator.selection import problem_named
@@ -158,6 +162,25 @@ def test_the_estimate_is_near_the_best_on_problems_that_it_has_not_seen() -> Non
     assert statistics.median(g.best_of_five for g in found) <= 0.03
 
 
+def test_a_familys_only_landscape_has_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        evidence, "fitted", lambda _family, without: None if without == "alone" else model.fitted("rope")
+    )
+    alone = dataclasses.replace(LANDSCAPES[0], problem=dataclasses.replace(LANDSCAPES[0].problem, name="alone"))
+    assert evidence.guesses([alone]) == []
+    assert [guess.problem for guess in evidence.guesses([alone, LANDSCAPES[1]])] == [LANDSCAPES[1].problem.name]
+
+
+def test_a_replay_of_one_landscape_has_no_table_of_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("generator.storage.landscape.load_landscapes", lambda _: LANDSCAPES[:1])
+    monkeypatch.setattr(evidence, "fitted", lambda *_: None)
+    monkeypatch.setattr(evidence, "searches", lambda *_, **__: {})
+    monkeypatch.setattr(evidence, "agreements", lambda *_: [0.0])
+    console = Console(record=True, width=400)
+    assert commands.replay(DEVICE, 1, None, console, plain=False) == 0
+    assert "no table of the estimate: " in console.export_text()
+
+
 def test_a_problem_that_is_left_out_is_not_in_the_model() -> None:
     one = LANDSCAPES[0].problem.name
     every, others = model._all_equations("rope"), model.fitted("rope", one)
@@ -173,6 +196,7 @@ def test_a_problem_that_is_left_out_is_not_in_the_model() -> None:
 # --- files --------------------------------------------------------------------------------------------------------------
 
 SMALL = problem_named("gru_cell_dreamer_200_16")
+OTHER = problem_named("gru_cell_512_1")
 
 
 def cost(problem: Any, variant: Any) -> float:
@@ -249,6 +273,88 @@ def test_a_landscape_tries_what_may_pass_again() -> None:
     assert set(measured.times) == set(variants) - {variants[5]}
     assert measured.failed == {variants[5]: "lost the worker: no answer in 30 s: it hung, and was killed"}
     assert worker.measured.count(variants[5]) == 3
+
+
+class Breaking(FakeWorker):
+    """Its comparisons fail where one of ``broken`` is compared, or all with the worker if ``lost``."""
+
+    broken: frozenset[Any] | set[Any] = frozenset()
+    lost = False
+
+    def compare(self, variants: list[Any]) -> Any:
+        if self.lost:
+            self.alive = False
+        if self.broken & set(variants):
+            raise TrialFailedError("WrongResultError: after it was timed")
+        return super().compare(variants)
+
+
+def all_recorded(worker: FakeWorker, folder: Path, *problems: Any) -> dict[str, Path | None]:
+    worker.start()
+    found = record_all(problems or (SMALL, OTHER), worker, FakeCompiler(), ENVIRONMENT, folder)  # type: ignore[arg-type]
+    return {problem.name: path for problem, path, _ in found}
+
+
+def test_a_comparison_that_fails_loses_nothing_but_the_variant_that_breaks_it(tmp_path: Path) -> None:
+    pool = legal_pool(SMALL, 90).variants
+    costs = {v: 5.0 + number for number, v in enumerate(pool)}
+    worker = Breaking(lambda _, v: costs.get(v, 9.0))
+    worker.broken = {pool[2]}
+    paths = all_recorded(worker, tmp_path)
+    assert list(paths) == [SMALL.name, OTHER.name], "the next problem has its turn"
+    found = load(paths[SMALL.name])  # type: ignore[arg-type]
+    assert found.failed == {pool[2]: "WrongResultError: after it was timed"}
+    assert found.times == {v: us for v, us in costs.items() if v != pool[2]}
+    # If no variant can be timed again, that is no fault of one of them.
+    worker.broken = set(pool)
+    found = load(all_recorded(worker, tmp_path, SMALL)[SMALL.name])  # type: ignore[arg-type]
+    assert found.times == costs
+    assert not found.failed
+
+
+def test_a_worker_that_is_lost_in_the_comparison_loses_nothing(tmp_path: Path) -> None:
+    worker = Breaking(lambda *_: 5.0)
+    worker.lost = True
+    paths = all_recorded(worker, tmp_path)
+    assert [set(load(path).times) for path in paths.values() if path is not None] == [
+        set(legal_pool(problem, 90).variants) for problem in (SMALL, OTHER)
+    ]
+
+
+def test_a_landscape_without_a_time_is_neither_saved_nor_read(tmp_path: Path) -> None:
+    """It has no best variant, which all that reads landscapes asks for."""
+
+    def fails(problem: Any, _variant: Any) -> float:
+        if problem == SMALL:
+            raise TrialFailedError("WrongResultError: no")
+        return 5.0
+
+    paths = all_recorded(FakeWorker(fails), tmp_path)
+    assert paths == {SMALL.name: None, OTHER.name: tmp_path / ENVIRONMENT["device"] / f"{OTHER.name}.json.gz"}
+    save(Landscape(SMALL, ENVIRONMENT, {}, 5.0, 6.0, {}, {}, {}), tmp_path / ENVIRONMENT["device"])
+    assert [one.problem for one in load_landscapes(ENVIRONMENT["device"], tmp_path)] == [OTHER]
+
+
+def test_the_command_says_that_no_variant_ran_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(problem: Any, _variant: Any) -> float:
+        if problem == SMALL:
+            raise TrialFailedError("WrongResultError: no")
+        return 5.0
+
+    worker = FakeWorker(fails)
+    worker.start()
+    ready = types.SimpleNamespace(kind="ready", names=("Test GPU",))
+    for name, answer in (("gather", ready), ("diagnose", ready), ("choose_gpu", 0)):
+        monkeypatch.setattr(commands.gpu, name, lambda *_, answer=answer: answer)
+    measuring = contextlib.nullcontext((worker, FakeCompiler(), ENVIRONMENT))
+    monkeypatch.setattr(commands, "on_gpu", lambda *_: measuring)
+    console = Console(record=True, width=400)
+    assert commands.landscape(f"{SMALL.name},{OTHER.name}", "auto", tmp_path, console) == 1
+    said = console.export_text()
+    assert (
+        f"{SMALL.name}: no variant of it ran, so no landscape is saved: python tune.py --problems {SMALL.name}" in said
+    )
+    assert f"{OTHER.name}.json.gz" in said
 
 
 def test_variants_of_the_same_code_are_measured_once(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from generator.selection import SelectionError
 from generator.workload import WORKLOADS
 from tests.support.records import winner
 from tests.support.run import DEVICE, truncates
+from tests.support.shown_gru import load
 from tuned import dispatch
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.gru_cell.variant import GruCellVariant
@@ -85,15 +85,6 @@ def shown(spec: Any, size: Any, variant: Any) -> str:
             winner(), name="a_problem", family=family, spec=spec, size=size, variant=variant, digests=digests
         )
     )
-
-
-def load(text: str, folder: Path) -> Any:
-    path = folder / "shown.py"
-    path.write_text(text)
-    found = importlib.util.spec_from_file_location(f"shown_{folder.name}", path)
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -16,7 +16,8 @@ from generator.reporting.show import standalone
 from generator.workload import WORKLOADS
 from tests.support.records import winner
 from tests.support.run import DEVICE
-from tuned.families.gru.spec import GruSize, GruSpec
+from tests.support.shown_gru import CASES, size_of
+from tuned.families.gru.spec import GruSpec
 from tuned.families.gru.variant import GruVariant
 
 if TYPE_CHECKING:
@@ -24,28 +25,12 @@ if TYPE_CHECKING:
 
     from tuned.families.gru.launches import Recurrence
 
-SIZE = GruSize(batch=3, seq=4)
-# One program has all rows and units, so it waits for no other: in the interpreter several would wait for ever.
-WHOLE = {"block_hidden": 32, "block_batch": 16}
-
-
-def case(strategy: str, exchange: str = "poll", *, dtype: str = "float32", **spec: Any) -> tuple[GruSpec, GruVariant]:
-    return GruSpec(dtype, 20, **spec), GruVariant(strategy, "split", exchange=exchange, **WHOLE)
-
-
-CASES = {
-    "poll": case("persistent"),
-    "counter-packed-both-no-bias": case("persistent", "counter", layout="packed", directions=2, bias=False),
-    "stack-poll": case("persistent", layers=2),
-    "stack-counter-thd": case("persistent", "counter", layout="thd", layers=2, dtype="float16"),
-    "steps-thd": case("steps", layout="thd", dtype="float16"),
-    "alone": (GruSpec("float32", 64), GruVariant("persistent", "split", 64, 8)),
-}
-
 
 def shown(spec: GruSpec, variant: GruVariant) -> str:
     return standalone(
-        dataclasses.replace(winner(), name="a_problem", family="gru", spec=spec, size=SIZE, variant=variant, digests={})
+        dataclasses.replace(
+            winner(), name="a_problem", family="gru", spec=spec, size=size_of(variant), variant=variant, digests={}
+        )
     )
 
 
@@ -54,9 +39,10 @@ def given(spec: GruSpec, call: Recurrence) -> list[Any]:
     arguments = [call.gates, call.h_0, call.weight_hh]
     arguments += [call.weight_ih] if spec.stacked else []
     arguments += [call.bias_ih, call.bias_hh] if spec.bias else []
-    if spec.layout == "packed":
-        return [*arguments, torch.tensor([int((call.lengths > step).sum()) for step in range(call.seq)])]
-    return [*arguments, call.starts, call.seq] if spec.layout == "thd" else arguments
+    if spec.packed:
+        arguments.append(torch.tensor([int((call.lengths > step).sum()) for step in range(call.seq)]))
+    arguments += [call.starts, call.seq] if spec.thd else []
+    return [*arguments, call.resets] if spec.resets else arguments
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -70,7 +56,7 @@ def test_what_is_shown_runs_and_is_right(name: str, tmp_path: Path) -> None:
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     work = WORKLOADS["gru"]
-    call = work.inputs(spec, SIZE, DEVICE, 1)
+    call = work.inputs(spec, size_of(variant), DEVICE, 1)
     wanted, bound = work.reference(spec, call)
     with mended_interpreter():
         out, h_n = module.gru(*given(spec, call))

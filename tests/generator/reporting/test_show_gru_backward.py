@@ -17,6 +17,7 @@ from generator.reporting.show import standalone
 from generator.workload import WORKLOADS
 from tests.support.records import winner
 from tests.support.run import DEVICE
+from tests.support.shown_gru import GRADIENTS
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant
 
@@ -28,20 +29,6 @@ if TYPE_CHECKING:
 SIZE = GruSize(batch=11, seq=3)
 
 
-def case(exchange: str, turns: int = 1, hidden: int = 20, **spec: Any) -> tuple[GruSpec, GruVariant]:
-    """One program has all units of its rows, so it waits for no other: in the interpreter several would wait for ever."""
-    variant = GruVariant("persistent", "split", 32, 8, exchange, num_warps=2, turns=turns)
-    return GruSpec("float32", hidden, **spec), variant
-
-
-CASES = {
-    "poll": case("poll"),
-    "poll-packed-both-in-turn": case("poll", turns=2, layout="packed", directions=2),
-    "counter-thd-no-bias": case("counter", layout="thd", bias=False),
-    "counter-both-in-turn": case("counter", turns=2, directions=2),
-}
-
-
 def shown(spec: GruSpec, variant: GruVariant) -> str:
     row = dataclasses.replace(winner(), name="a_problem", family="gru_backward", spec=spec, size=SIZE)
     return standalone(dataclasses.replace(row, variant=variant, digests={}))
@@ -51,14 +38,15 @@ def given(spec: GruSpec, call: RecurrenceGradient) -> list[Any]:
     """The arguments of the shown function."""
     arguments = [call.gates, call.hidden, call.before, call.grad_out, call.grad_h_n, call.weight_hh]
     arguments += [call.bias_ih, call.bias_hh] if spec.bias else []
-    if spec.layout == "packed":
-        return [*arguments, torch.tensor([int((call.lengths > step).sum()) for step in range(call.seq)])]
-    return [*arguments, call.starts, call.seq] if spec.layout == "thd" else arguments
+    if spec.packed:
+        arguments.append(torch.tensor([int((call.lengths > step).sum()) for step in range(call.seq)]))
+    arguments += [call.starts, call.seq] if spec.thd else []
+    return [*arguments, call.resets] if spec.resets else arguments
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", GRADIENTS)
 def test_what_is_shown_runs_and_is_right(name: str, tmp_path: Path) -> None:
-    spec, variant = CASES[name]
+    spec, variant = GRADIENTS[name]
     path = tmp_path / "shown.py"
     path.write_text(shown(spec, variant))
     found = importlib.util.spec_from_file_location(f"shown_gradient_{name.replace('-', '_')}", path)
@@ -78,20 +66,27 @@ def test_what_is_shown_runs_and_is_right(name: str, tmp_path: Path) -> None:
         module.gru_backward(call.gates.double(), *given(spec, call)[1:])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", GRADIENTS)
 def test_what_is_shown_is_self_contained_and_has_each_kernel_once(name: str) -> None:
-    tree = ast.parse(shown(*CASES[name]))
+    tree = ast.parse(shown(*GRADIENTS[name]))
     imported = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
     assert imported == {"torch", "triton", "triton.language"}
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     assert len(functions) == len(set(functions))
-    (kernel,) = WORKLOADS["gru_backward"].family.kernel_names(*CASES[name])
+    (kernel,) = WORKLOADS["gru_backward"].family.kernel_names(*GRADIENTS[name])
     assert kernel in functions
 
 
 def test_programs_that_wait_are_launched_together_and_what_they_wait_for_is_filled() -> None:
     several = GruVariant("persistent", "split", 16, 8, "poll")
     assert "launch_cooperative_grid=True" in shown(GruSpec("float32", 20), several)
-    assert "launch_cooperative_grid" not in shown(*CASES["poll"])
-    assert ".fill_(-1)" in shown(*CASES["poll"])
-    assert ".fill_(-1)" not in shown(*CASES["counter-thd-no-bias"])
+    assert "launch_cooperative_grid" not in shown(*GRADIENTS["poll"])
+    assert ".fill_(-1)" in shown(*GRADIENTS["poll"])
+    assert ".fill_(-1)" not in shown(*GRADIENTS["counter-thd-no-bias"])
+
+
+def test_packed_rows_never_spin() -> None:
+    """Their ends differ, so that a thread that spins would take values that are not there yet."""
+    spin = GruVariant("persistent", "split", 16, 8, "spin")
+    assert 'exchange = "spin"' in shown(GruSpec("float32", 64), spin)
+    assert 'exchange = "spin"' not in shown(GruSpec("float32", 64, layout="packed"), spin)
