@@ -115,6 +115,44 @@ class Before:
     storage: str | None = None
     json: bool = False
 
+    @property
+    def device(self) -> str | None:
+        """The device that --gpu means to a command about a record; None for auto."""
+        return None if self.gpu == "auto" else self.gpu
+
+
+# The options in front of a command, or beside an option that stops, that it reads; --json is read by all.
+READ = {
+    "show": {"--gpu", "--out"},
+    "report": {"--gpu", "--out", "--storage"},
+    "explain": {"--gpu", "--out", "--storage"},
+    "regret": {"--out"},
+    "submit": {"--gpu", "--out"},
+    "carry": {"--out"},
+    "landscape": {"--gpu"},
+    "model": {"--gpu"},
+    "--list": {"--family", "--problems", "--target", "--out"},
+    "--dry-run": {"--family", "--problems", "--target", "--out", "--trials", "--details"},
+    "--check": {"--family", "--problems", "--target", "--out", "--release"},
+}
+
+
+def _given(context: Any) -> list[str]:  # Typer has two types of it
+    """The options that stand on the command line of a context, in the order of its --help."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    names = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    return [f"--{ {'as_json': 'json'}.get(name, name).strip('_').replace('_', '-') }" for name in names]
+
+
+def _refuse_unread(context: typer.Context, name: str | None, *, also: str | None) -> None:
+    """Refuse an option that ``name`` would ignore: the answer would be another than what was asked for."""
+    if name is None or name == "tune":  # tune itself says where its options must stand
+        return
+    unread = [one for one in _given(context) if one not in {name, "--json", also, *READ.get(name, ())}]
+    if unread:
+        listed = f"{NAME} --help" if name.startswith("--") else f"{NAME} {name} --help"
+        raise typer.BadParameter(f"{name} does not read {unread[0]}: leave it out ({listed} has the options)")
+
 
 def run(name: str, command: Callable[[Any], int], as_json: bool = False) -> NoReturn:  # noqa: FBT001
     """Run ``command`` on generator.commands and exit with its code; an error is told as a sentence and sets the code.
@@ -308,7 +346,8 @@ def main(  # noqa: PLR0913 - one parameter an option
     as_json: Json = False,
 ) -> None:
     """Tune every problem on this GPU, most common first; Ctrl-C keeps what was measured, the same command goes on."""
-    if outside(family):
+    of_ones_own = outside(family)
+    if of_ones_own:
         family = None
         if out is not None:
             raise typer.BadParameter(
@@ -327,6 +366,8 @@ def main(  # noqa: PLR0913 - one parameter an option
     if details and not dry_run:
         raise typer.BadParameter("--details is of --dry-run: give both")
     context.obj = Before(gpu, out, storage, as_json)
+    everywhere = "--family" if of_ones_own else None  # a family of one's own is that of the whole process
+    _refuse_unread(context, context.invoked_subcommand, also=everywhere)
     if context.invoked_subcommand is not None:
         return
     limit_s = seconds(budget)
@@ -338,8 +379,8 @@ def main(  # noqa: PLR0913 - one parameter an option
         )
     if target is not None and storage is not None:
         raise typer.BadParameter(
-            f"--storage {storage} keeps what is measured, and --target {target} measures nothing: leave one out"
-        )
+            f"--storage keeps what is measured, and --target {target} measures nothing: leave one out"
+        )  # without the value of --storage, which may hold a password
     instead = [
         f"--{name}"
         for name, given in (("render", render), ("check", check), ("dry-run", dry_run), ("list", list_))
@@ -349,6 +390,7 @@ def main(  # noqa: PLR0913 - one parameter an option
         raise typer.BadParameter(f"{' and '.join(instead)} exclude each other: each is done instead of tuning")
     if release and (not check or out is not None):
         raise typer.BadParameter("--release makes --check strict about what ships: give both, and no --out")
+    _refuse_unread(context, instead[0] if instead else None, also=everywhere)
     if _started and not (render or check or list_ or dry_run or ray):
         _begin(on_all_gpus=gpus == "all" and target is None)
 
@@ -373,13 +415,14 @@ def show(
     context: typer.Context,
     problem: Annotated[str, typer.Argument(help="A name from --list.")],
     device: Annotated[
-        str | None, typer.Option(help="Whose winner. [default: nvidia_h200, or the first record]")
+        str | None,
+        typer.Option("--gpu", "--device", help="Whose winner. [default: nvidia_h200, or the first record]"),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
     as_json: Json = False,
 ) -> None:
     """Write the winner of PROBLEM as one self-contained Triton file, to paste into another project."""
-    as_json = as_json or context.obj.json
+    as_json, device = as_json or context.obj.json, device or context.obj.device
     run("show", lambda commands: commands.show(problem, device, context.obj.out, out, errors, as_json=as_json), as_json)
 
 
@@ -399,11 +442,15 @@ def new_family(
 @app.command(rich_help_panel=SEE)
 def report(
     context: typer.Context,
-    device: Annotated[str | None, typer.Option(help="Whose record. [default: nvidia_h200, or the first one]")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--gpu", "--device", help="Whose record. [default: nvidia_h200, or the first one]"),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="The file. [default: report-DEVICE.html]")] = None,
     as_json: Json = False,
 ) -> None:
     """Write what is known of a device as one HTML file: winners, floor, peers, knobs, failures; it needs no network."""
+    device = device or context.obj.device
     run(
         "report",
         lambda commands: commands.report(device, context.obj.out, context.obj.storage, out, errors),
@@ -425,7 +472,7 @@ def explain(
 ) -> None:
     """Tell what serves PROBLEM, how near to the floor it is, and what every choice of its winner is worth."""
     given = context.obj
-    device = device or (None if given.gpu == "auto" else given.gpu)
+    device = device or given.device
     run(
         "explain",
         lambda commands: commands.explain(problem, device, given.out, given.storage, console),
@@ -586,12 +633,9 @@ def model(
 )
 def tune(context: typer.Context) -> None:
     """Tune, as without a command; options go after ``tune``."""
-    above = context.parent
-    sources = {} if above is None else {name: above.get_parameter_source(name) for name in above.params}
-    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    given = [] if context.parent is None else _given(context.parent)
     if given:
-        option = {"as_json": "json"}.get(given[0], given[0].strip("_").replace("_", "-"))
-        raise typer.BadParameter(f"--{option} must stand behind tune: {NAME} tune --help")
+        raise typer.BadParameter(f"{given[0]} must stand behind tune: {NAME} tune --help")
     app(context.args, prog_name=f"{NAME} tune")
 
 

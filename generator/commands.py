@@ -23,11 +23,11 @@ from rich.text import Text
 
 from tuned.families.outside import FamilyError
 from tuned.lookup import place
-from tuned.lookup.record import RecordError, device_slug
+from tuned.lookup.record import RecordError, Winner, device_slug
 
 from . import gpu
 from .answer import plain, put
-from .disk import gpu_identity, gpu_lock, naming, put_between, write_whole
+from .disk import folder_lock, gpu_identity, gpu_lock, naming, put_between, write_whole
 from .estimating.targets import UnknownTargetError, target_named
 from .evaluation.portfolio import candidates
 from .failures import INTERRUPTED, TuningError
@@ -44,11 +44,12 @@ from .reporting.report import Funnel, funnel_of, knobs, percent_of_floor, proble
 from .searching.pool import legal_pool, same_problem
 from .searching.run import Display, Orders, Run, Tools, trouble, tune_all
 from .searching.search import TRIALS, Outcome
+from .searching.search import planned as to_measure
 from .selection import select
 from .storage.backends import EXTRA, journal_path, opened_storage
 from .storage.journal import Journal
 from .storage.landscape import LandscapeError
-from .storage.record import WINNERS, named, read_record, record_path, recorded_devices, write_record
+from .storage.record import WINNERS, named, read_record, record_path, recorded_devices, save_winners, write_record
 from .workload import WORKLOADS, default_problems, default_variant
 
 DEFAULT_TARGET = "nvidia_h200"
@@ -330,7 +331,8 @@ def dry_run(options: Options, console: Console, *, details: bool = False) -> int
     with steps(console, "counting variants", len(problems)) as step:
         for problem in problems:
             pool = legal_pool(problem, target.capability, target.processors)
-            plans.append(planned.Plan(problem, pool, min(options.trials or TRIALS, len(pool.variants))))
+            measured = to_measure(options.trials or TRIALS, len(pool.variants))
+            plans.append(planned.Plan(problem, pool, measured))
             step()
     put(target=target.device, problems=[planned.facts(plan) for plan in plans])
     if details or len(plans) <= planned.FEW:
@@ -376,6 +378,11 @@ def regret(device: str, folder: Path | None, console: Console) -> int:
         there = ", ".join(sorted(p.name for p in LANDSCAPES.glob("*") if p.is_dir())) or "none"
         raise SelectionError(f"no landscape of {device}: measured whole are {there}")
     by_problem = rules.scores(measured)
+    if not by_problem:
+        raise SelectionError(
+            f"regret leaves each problem of a family out in turn, and no family has two landscapes of {device}: "
+            f"{PROGRAM} landscape PROBLEMS records more on it"
+        )
     console.print(rules.regret_table(by_problem, f"{len(measured)} problems of {device}, each left out in turn"))
     by_shape = rules.scores(measured, rules.same_shape)
     console.print(rules.regret_table(by_shape, "The same, with every layout and direction of its shape left out"))
@@ -491,6 +498,7 @@ def _journal(device: str, storage: str | None) -> Iterator[Journal | None]:
 
 def replay(device: str, seeds: int, write: Path | None, console: Console, *, plain: bool) -> int:
     """Print how well the search and the estimate do on the landscapes of a device."""
+    from .estimating import model  # noqa: PLC0415
     from .evaluation import evidence  # noqa: PLC0415 - scipy and Optuna's samplers take seconds to import
     from .storage.landscape import load_landscapes  # noqa: PLC0415
 
@@ -516,7 +524,14 @@ def replay(device: str, seeds: int, write: Path | None, console: Console, *, pla
         )
         guesses = evidence.guesses(landscapes)
         put(two_tunings_apart=found, estimate=guesses)
-        console.print(evidence.guess_table(guesses))
+        if guesses:
+            console.print(evidence.guess_table(guesses))
+        else:
+            needed = f"a landscape of another problem of the family, of {model.DEVICE}"
+            say(
+                console,
+                f"no table of the estimate: the model that makes it must not have seen the problem, and takes {needed}",
+            )
     return 0
 
 
@@ -617,7 +632,7 @@ def carry(revision: str, device: str, folder: Path | None, console: Console) -> 
     with console.status("compiling what was measured and what is here"):
         found = carrying.carry(winners, revision)
     if found.kept:
-        write_record(record_path(device, folder), device, found.winners)
+        _put_carried(winners, found.winners, record_path(device, folder))
         if folder is None and not OWN:  # an installed package is not rendered again; a user's record is read directly
             render_all()
     put(device=device, kept=found.kept, changed=found.changed)
@@ -626,6 +641,15 @@ def carry(revision: str, device: str, folder: Path | None, console: Console) -> 
     for name, why in found.changed.items():
         say(console, f"    {name}: {why}")
     return int(bool(found.changed))
+
+
+def _put_carried(before: Sequence[Winner], after: Sequence[Winner], path: Path) -> None:
+    """Put carried rows into a record. Compiling took minutes: a row that a tuner has saved meanwhile stays as it is."""
+    with folder_lock(path.parent):
+        rows = read_record(path.stem, path.parent)
+        for old, new in (pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]):
+            rows = [new if row == old else row for row in rows]
+        write_record(path, path.stem, rows)
 
 
 def submit(wanted: str, folder: Path | None, to: Path | None, kernels: int, console: Console) -> int:
@@ -703,8 +727,7 @@ def check_submission(path: Path, to: Path | None, kernels: int, console: Console
     if to is not None:
         with naming(to):
             to.mkdir(parents=True, exist_ok=True)
-        write_record(record_path(one.device, to), one.device, list(one.winners))
-        say(console, f"wrote {record_path(one.device, to)}")
+        say(console, f"wrote {save_winners(one.winners, to)}")
     return 0
 
 
@@ -774,6 +797,10 @@ def landscape(names: str, gpu_option: str, folder: Path | None, console: Console
         recorded: dict[str, Path] = {}
         put(landscapes=recorded)
         for problem, path, seconds in record_all(problems, worker, compiler, environment, folder or LANDSCAPES):
+            if path is None:
+                why = f"{PROGRAM} --problems {problem.name} tells why"
+                say(console, f"{problem.name}: no variant of it ran, so no landscape is saved: {why}", style="yellow")
+                continue
             recorded[problem.name] = path
             say(console, f"{problem.name}: {seconds:.0f} s, {path}")
-    return 0
+    return int(len(recorded) < len(problems))

@@ -132,13 +132,15 @@ def _problem(line: str, where: str) -> tuple[str, Any, Any]:
 
 def name_of(family: str, spec: Any, size: Any) -> str:
     """A problem's name from its spec and size: the fields that differ from the spec's defaults, then the sizes."""
-    words = [
-        _word(f.name, getattr(spec, f.name)) for f in dataclasses.fields(spec) if getattr(spec, f.name) != f.default
-    ]
+    words = [_word(f, getattr(spec, f.name)) for f in dataclasses.fields(spec) if getattr(spec, f.name) != f.default]
     return "_".join([family, *words, "x".join(str(n) for n in dataclasses.astuple(size))])
 
 
-def _word(name: str, value: Any) -> str:
+def _word(field: dataclasses.Field[Any], value: Any) -> str:
     if isinstance(value, bool):
-        return name if value else f"no_{name}"
-    return value if isinstance(value, str) else f"{name}{value}"
+        return field.name if value else f"no_{field.name}"
+    if isinstance(value, tuple):  # with the commas of a tuple the name would be two for --problems
+        return field.name + "x".join(map(str, value))
+    # A string is enough where every name has one of this field. Of a field that may be left out, it needs the field's
+    # name too: another field may have the same values.
+    return value if isinstance(value, str) and field.default is dataclasses.MISSING else f"{field.name}{value}"

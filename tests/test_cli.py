@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.abc
+import inspect
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from generator.reporting.progress import time_left
 from generator.reporting.report import describe
 from generator.searching import run as run_module
 from generator.searching.pool import Pool
+from generator.searching.search import EXHAUSTIVE
 from generator.selection import SelectionError, select
 from generator.storage import record as record_module
 from generator.storage.record import read_record, save_winner
@@ -160,7 +162,12 @@ def test_list_takes_a_family_and_patterns() -> None:
         (("--out", "", "--list"), "--out must be a folder, got an empty name"),
         (("cards", " , "), "cards must be names with commas between, got ' , '"),
         (("--target", "h200", "--gpu", "1", "--dry-run"), "--gpu 1 and --target h200 exclude each other"),
-        (("--target", "h200", "--storage", "x", "--dry-run"), "--storage x keeps what is measured"),
+        (("--target", "h200", "--storage", "x", "--dry-run"), "--storage keeps what is measured"),
+        (("--target", "h200", "explain", ONE), "explain does not read --target: leave it out"),
+        (("--problems", ONE, "report"), "report does not read --problems"),
+        (("--family", "rope", "show", ONE), "show does not read --family"),
+        (("--gpu", "h100", "--list"), "--list does not read --gpu"),
+        (("--quick", "--dry-run"), "--dry-run does not read --quick"),
         (("--trials", "0", "--list"), "greater than or equal to 1|0 is not in the range x>=1"),  # of Typer, or of Click
     ],
 )
@@ -194,6 +201,40 @@ def test_time_left_is_by_the_pace_and_the_budget() -> None:
     assert time_left(10, 1, 4) == "0:30"
     assert time_left(100, 1, 4, budget_s=250) == "2:30"
     assert time_left(300, 1, 4, budget_s=250) == "0:00"
+
+
+def test_what_a_command_reads_in_front_of_it_is_listed() -> None:
+    """What is not listed is refused."""
+    for info in command_line.app.registered_commands:
+        assert info.callback is not None
+        name = info.name or info.callback.__name__.replace("_", "-")
+        read = set(re.findall(r"\b(?:given|context\.obj)\.(\w+)", inspect.getsource(info.callback))) - {"json"}
+        assert {f"--{one}".replace("device", "gpu") for one in read} == command_line.READ.get(name, set()), name
+
+
+def test_the_gpu_of_a_record_may_stand_in_front_of_a_command_or_behind_it(tmp_path: Path) -> None:
+    save_winner(winner(ONE), tmp_path)
+    save_winner(winner(ONE, environment={**winner().environment, "device": "nvidia_h200"}), tmp_path)
+    shown = [
+        json.loads(call("--out", str(tmp_path), *before, "show", ONE, *behind, "--json").stdout)["device"]
+        for before, behind in ((("--gpu", "test"), ()), ((), ("--gpu", "test")), ((), ("--device", "test")), ((), ()))
+    ]
+    assert shown == ["test_gpu", "test_gpu", "test_gpu", "nvidia_h200"]
+    page = str(tmp_path / "page.html")
+    done = call("--out", str(tmp_path), "--gpu", "test", "report", "--out", page, "--json")
+    assert json.loads(done.stdout)["device"] == "test_gpu"
+
+
+def test_a_password_is_not_printed() -> None:
+    done = call("--target", "a100", "--storage", "postgresql://me:s3cret@h/db")
+    assert done.exit_code == 2
+    assert "s3cret" not in done.output
+
+
+def test_dry_run_of_a_pool_that_is_measured_whole_says_so() -> None:
+    (found,) = json.loads(call("--dry-run", "--problems", "gru_cell_2048_1", "--json").stdout)["problems"]
+    assert commands.TRIALS < found["legal"] <= EXHAUSTIVE
+    assert found["to_measure"] == found["legal"]
 
 
 def test_dry_run_counts_and_says_why() -> None:

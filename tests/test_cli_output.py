@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,21 +15,26 @@ import pytest
 from rich.console import Console
 
 from generator import answer, command_line, commands, gpu
+from generator.estimating import offline
+from generator.estimating.offline import Estimate
+from generator.estimating.targets import target_named
 from generator.evaluation import evidence, foreign, regret
 from generator.figures import figures, steps, turned
 from generator.gpu import Facts
-from generator.problem import SelectionError
+from generator.problem import Problem, SelectionError
 from generator.reporting import planned
-from generator.reporting.estimates import RANK, style_of
-from generator.searching.pool import Pool
+from generator.reporting.estimates import RANK, run_offline, style_of
+from generator.searching.pool import Pool, legal_pool
 from generator.selection import LISTED, problem_named, select
 from generator.storage.landscape import load_landscapes
 from generator.storage.record import save_winner
-from generator.workload import default_problems
+from generator.workload import default_problems, default_variant
 from tests.support.command_line import ONE, call, machine
+from tests.support.fakes import fine
 from tests.support.processes import BACKSTOP_SECONDS
 from tests.support.pythons import python
 from tests.support.records import winner
+from tuned.families.gru.spec import GruSize, GruSpec
 
 pytestmark = pytest.mark.processes
 
@@ -480,6 +486,29 @@ def test_without_a_gpu_it_compiles_checks_and_estimates(tmp_path: Path) -> None:
     assert RANK in done.stderr
     assert Path(found["path"]) == tmp_path / "cache" / "estimates" / "nvidia_h200.json"
     assert json.loads(Path(found["path"]).read_text())["estimated"] is True
+
+
+def test_an_estimate_skips_a_problem_that_nothing_is_legal_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tuner on the GPU would skip it too, and would fail if there is no other."""
+    none = Problem("too_large", "gru_backward", GruSpec("float32", 4096), GruSize(64, 16))
+    one = problem_named(ONE)
+    found = [
+        Estimate(none, legal_pool(none, 90, 132), {}, {}, [], None),
+        Estimate(one, Pool(1, (variant := default_variant(one),), {}), {variant: fine(one, variant)}, {}, [], None),
+    ]
+
+    def estimate_all(problems: list[Problem], *given: Any) -> Any:
+        estimates = [one for one in found if one.problem in problems]
+        for estimate in estimates:
+            given[-1](estimate)
+        return estimates, []
+
+    monkeypatch.setattr(offline, "estimate_all", estimate_all)
+    for problems, right in (([none, one], True), ([none], False)):
+        said: list[str] = []
+        assert run_offline(problems, target_named("h200"), 1, None, math.inf, said.append) is right
+        assert "    skipped: no variant of it is legal here" in said
+        assert not any("WRONG" in line for line in said)
 
 
 def test_lines_of_an_estimate_have_their_styles() -> None:

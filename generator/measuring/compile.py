@@ -39,6 +39,9 @@ TYPES = {  # type of a tuned.launching.plan.Kind -> its name for Triton's compil
     "i64": "i64",
 }
 
+# Options that say how a kernel is launched. Its machine code is the same with and without them, and its time is not.
+AT_LAUNCH = ("launch_pdl", "launch_cooperative_grid")
+
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
@@ -50,6 +53,7 @@ class Resources:
     machine_code: str  # digest: equal for two variants whose code is the same
     programs: int = 0  # of the launch
     launches: int = 1  # how many of this launch a call has
+    at_launch: tuple[Any, ...] = ()  # what else decides the time of a launch: options of AT_LAUNCH, and numbers
 
 
 def target_of(architecture: str) -> GPUTarget:
@@ -141,8 +145,18 @@ def resources(launch: Launch, target: GPUTarget, count: int = 1) -> Resources:
             with triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
                 triton.knobs.compilation.always_compile = True
                 found = _read(compile_launch(launch, target), log.getvalue())
-        write_if_different(kept, json.dumps(dataclasses.asdict(found)))
-    return dataclasses.replace(Resources(**json.loads(kept.read_text())), programs=launch.programs, launches=count)
+        report = dataclasses.asdict(found)
+        del report["at_launch"]  # of the launch; and older revisions, which read this file too, do not know it
+        write_if_different(kept, json.dumps(report))
+    return dataclasses.replace(
+        Resources(**json.loads(kept.read_text())),
+        programs=launch.programs,
+        launches=count,
+        at_launch=(
+            *(name for name in AT_LAUNCH if launch.options.get(name)),
+            *(value for value in launch.arguments if isinstance(value, int | float)),
+        ),
+    )
 
 
 def _read(compiled: CompiledKernel, log: str) -> Resources:

@@ -276,7 +276,7 @@ class Stage:
         if self.fresh:
             self.probe.out.copy_(self.fresh[0])
         else:
-            self.probe.out.fill_(torch.nan)
+            self.probe.out.fill_(poison(self.probe.out.dtype))
         probe_thunk()
         now = inputs_of(self.probe)
         unchanged = {name: (now[name], before) for name, before in self.before.items()}

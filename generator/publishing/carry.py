@@ -2,7 +2,7 @@
 
 The kernels of a row are compiled twice for its GPU, with the Triton that it was measured with: from the revision that
 it was measured at, and from today's sources. If a call takes the same steps, and every launch has the same machine
-code, grid and numbers, the row gets the digests of today's texts. No GPU is needed.
+code, grid, numbers and options, the row gets the digests of today's texts. No GPU is needed.
 """
 
 from __future__ import annotations

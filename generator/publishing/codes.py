@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+AT_LAUNCH = ("launch_pdl", "launch_cooperative_grid")  # as in measuring/compile.py, which older revisions lack
+
 
 def code_of(row: dict[str, Any], package: str) -> dict[str, Any]:
-    """The digests of a row's kernels; its steps; machine code, grid, count, shared memory and numbers of distinct launches."""
+    """The digests of a row's kernels; its steps; code, grid, count, shared memory, numbers and options of distinct launches."""
     from tuned.families.registry import FAMILIES  # noqa: PLC0415 - from the tree that was named
     from tuned.lookup.record import build  # noqa: PLC0415
 
@@ -34,7 +36,8 @@ def code_of(row: dict[str, Any], package: str) -> dict[str, Any]:
     for launch, count in compiling.distinct(steps):
         one = compiling.resources(launch, target, count)
         numbers = [value for value in launch.arguments if isinstance(value, (int, float))]
-        code.append([one.machine_code, one.programs, one.launches, one.shared_bytes, numbers])
+        options = [name for name in AT_LAUNCH if launch.options.get(name)]
+        code.append([one.machine_code, one.programs, one.launches, one.shared_bytes, numbers, options])
     return {
         "digests": {name: digests[name] for name in family.kernel_names(spec, variant)},
         "code": [[type(step).__name__ for step in steps], *code],

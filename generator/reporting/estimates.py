@@ -58,6 +58,7 @@ STYLES = {
     "ruled out": "dim",
     "A rank is": "dim",
     "not reached": "yellow",
+    "skipped": "yellow",
     "Not done": "yellow",
 }
 
@@ -116,7 +117,7 @@ def run_offline(  # noqa: PLR0913 - the parts are independent of each other
 ) -> bool:
     """Compile, check and estimate, and report as it goes; True if each problem compiles and every checked result is right.
 
-    ``step`` is called after each problem.
+    A problem without a legal variant is left out, unless there is no other. ``step`` is called after each problem.
     """
     winners = read_record(target.device, folder)
     say(
@@ -126,6 +127,10 @@ def run_offline(  # noqa: PLR0913 - the parts are independent of each other
 
     def tell(estimate: Estimate) -> None:
         say(funnel(estimate))
+        if not estimate.pool.variants:  # tuned on the GPU it would be skipped too, so that is no mistake of a kernel
+            say("    skipped: no variant of it is legal here")
+            step()
+            return
         say(f"    {resource_use(estimate)}")
         for reason in sorted(set(estimate.refused.values()))[:PICKS]:
             say(f"    ruled out: {reason}")
@@ -137,11 +142,11 @@ def run_offline(  # noqa: PLR0913 - the parts are independent of each other
     say(f"checked in the interpreter against float64: {len(checked) - len(wrong)} of {len(checked)} right")
     for name, variant, said in wrong:
         say(f"    WRONG {name}: {said}: {variant}")
-    broken = [e.problem.name for e in estimates if not e.compiled]
+    broken = [e.problem.name for e in estimates if e.pool.variants and not e.compiled]
     if broken:
         say(f"    WRONG: no variant of {', '.join(broken)} compiles")
     say(f"Estimated for {target.device}, not measured; best first, within 2 percent the simpler first:")
-    for line in (line for e in estimates for line in picks(e)):
+    for line in (line for e in estimates if e.pool.variants for line in picks(e)):
         say(line)
     if any(e.measured is not None for e in estimates):
         say(RANK)
@@ -163,4 +168,5 @@ def run_offline(  # noqa: PLR0913 - the parts are independent of each other
         "Not done, since it needs the device: timing, the check on its hardware, and a row in a dispatch table. No measured "
         f"row was touched. On a machine with the GPU, {TUNE} --gpu auto does it."
     )
-    return not wrong and not broken and bool(estimates or left)
+    tried = [e for e in estimates if e.pool.variants]
+    return not wrong and not broken and bool(tried or left)  # without any, a tuner on the GPU ends with 1 too

@@ -116,12 +116,17 @@ def tune(  # noqa: PLR0913 - the parts are independent of each other
     if known is not None:
         return known
     first = [v for v in _first(space.default, seeds if wanted is None else wanted, incumbent) if v in search.legal]
-    search.prepare(trials if wanted is None else len(first))
+    search.prepare(planned(trials, len(search.pool.variants)) if wanted is None else len(first))
     search.explore(first, trials if wanted is None else len(first))
     if wanted is None and len(search.pool.variants) <= EXHAUSTIVE:
         search.explore(search.pool.variants, len(search.pool.variants))
     search.try_again()
     return search.finish(space.default, incumbent, settings, FINALISTS if wanted is None else FEW)
+
+
+def planned(trials: int, legal: int) -> int:
+    """How many of so many legal variants a search of ``trials`` measures: a small pool is measured whole."""
+    return legal if legal <= EXHAUSTIVE else min(trials, legal)
 
 
 def opening(
@@ -133,6 +138,8 @@ def opening(
 ) -> list[Any]:
     """The variants that a search with these arguments asks for before it knows any time; they can be compiled early."""
     space = space_of(problem, capability, multiprocessors)
+    if not space.pool.variants:  # the problem will be skipped: a sampler needs something to draw from
+        return []
     sampler, legal = _sampler(space, SEED), frozenset(space.pool.variants)
     for variant in _first(space.default, seeds, incumbent):
         if variant in legal:
@@ -330,8 +337,9 @@ class _Search:
         reason = hopeless(needs, self.environment["capability"])
         if isinstance(needs, str) or reason is not None:
             return reason or str(needs)
-        # Variants of equal code launch the same machine code on the same grid equally often, so take the same time.
-        code = tuple((need.machine_code, need.programs, need.launches) for need in needs)
+        # Variants of equal code launch the same machine code, in the same way, on the same grid equally often, so take
+        # the same time.
+        code = tuple((need.machine_code, need.programs, need.launches, need.at_launch) for need in needs)
         if code in self.codes:
             self.same += 1
             return self.codes[code]

@@ -84,7 +84,8 @@ def opened_storage(
 
 def without_password(url: str) -> str:
     """The URL as it may be printed."""
-    shown = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", url)  # greedy: a password may hold an @
+    user = r"(://[^:/@]*)" if "://" in url else "()"  # what has no scheme is refused, and shown
+    shown = re.sub(user + ":.*@", r"\1:***@", url)  # greedy: a password may hold an @
     return re.sub(r"(?i)(password=)[^&]*", r"\1***", shown)
 
 

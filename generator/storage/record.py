@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from tuned.lookup.record import SCHEMA, Winner, load_record
@@ -46,17 +47,19 @@ def named(device: str, devices: list[str]) -> list[str]:
 
 def save_winner(winner: Winner, folder: Path | None = None) -> Path:
     """Put a winner into its device's record, in place of an older one of the same problem."""
-    device = winner.environment["device"]
+    return save_winners([winner], folder)
+
+
+def save_winners(winners: Sequence[Winner], folder: Path | None = None) -> Path:
+    """Put winners of one device into its record, in place of older ones of the same problems; the other rows stay."""
+    device = winners[0].environment["device"]
     path = record_path(device, folder)
+    new = {(w.family, w.spec, w.size) for w in winners}
     with folder_lock(path.parent):  # two tuners on one record: each reads, adds and writes while the other waits
         for half in path.parent.glob(f".{path.name}.*"):  # left by a tuner that was killed while it wrote
             half.unlink()
-        others = [
-            w
-            for w in read_record(device, path.parent)
-            if (w.family, w.spec, w.size) != (winner.family, winner.spec, winner.size)
-        ]
-        write_record(path, device, [*others, winner])
+        others = [w for w in read_record(device, path.parent) if (w.family, w.spec, w.size) not in new]
+        write_record(path, device, [*others, *winners])
     return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from generator.measuring import check
+from generator.measuring import compile as compiling
 from generator.measuring import stage as module
 from generator.measuring.bench import Emptied, Timing
+from generator.measuring.compile import AT_LAUNCH
 from generator.measuring.stage import (
     ALLOCATIONS,
     EAGER_US,
@@ -31,9 +34,11 @@ from generator.measuring.stage import (
 from generator.selection import problem_named
 from generator.workload import WORKLOADS, default_problems
 from tests.broken.server import COPY, FOREIGN_US, INPLACE, CpuServer, CpuStage, cost, ranked
+from tuned.families.launch import Launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from generator.problem import Problem
 
@@ -207,6 +212,38 @@ def test_what_the_timed_launches_did_not_write_is_wrong(monkeypatch: pytest.Monk
     monkeypatch.setattr(stage, "clock", idle)
     with pytest.raises(WrongResultError, match="the worst error is inf times"):
         stage.measure(PLAIN)
+
+
+def test_a_result_of_integers_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a family from outside may have: where there is no NaN, what is not written is the greatest value."""
+    stage = Staged(COPY)
+    out = check.guarded(stage.probe.out.shape, torch.int32, "cpu")
+    stage.probe = dataclasses.replace(stage.probe, out=out)
+    stage.wanted = stage.bound = torch.zeros(out.shape, dtype=torch.float64)
+    monkeypatch.setattr(stage, "launches", lambda _: [out.zero_])
+    assert stage.check(PLAIN)[0] == 0
+    monkeypatch.setattr(stage, "launches", lambda _: [lambda: None])
+    with pytest.raises(WrongResultError, match="the worst error is inf times"):
+        stage.check(PLAIN)
+
+
+@pytest.mark.parametrize("option", AT_LAUNCH)
+def test_what_a_launch_needs_says_how_it_is_launched(
+    option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TUNED_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiling, "compile_launch", lambda *_: types.SimpleNamespace(hash="one"))
+    monkeypatch.setattr(compiling, "_read", lambda *_: compiling.Resources(32, 0, 0, "code"))
+    launches = [
+        Launch("kernel", 8, (number, torch.empty(1)), {}, {"num_warps": 4, option: on})
+        for on, number in ((False, 1), (True, 1), (False, 2), (False, 1))
+    ]
+    plain, other, numbered, again = (compiling.resources(one, compiling.target_of("sm_90")) for one in launches)
+    assert plain == again
+    assert plain.machine_code == other.machine_code == numbered.machine_code
+    assert len({plain.at_launch, other.at_launch, numbered.at_launch}) == 3
+    (kept,) = (tmp_path / "resources").iterdir()
+    assert "at_launch" not in json.loads(kept.read_text()), "older revisions read these files too"
 
 
 def test_what_is_not_the_same_bit_by_bit_is_held_against_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

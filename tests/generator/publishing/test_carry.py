@@ -12,11 +12,14 @@ import triton
 from typer.testing import CliRunner
 
 from generator import command_line
+from generator.measuring import compile as compiling
 from generator.places import ROOT
 from generator.publishing import carry as carrying
+from generator.publishing import codes
 from generator.publishing.carry import CarryError, carry, checked_out, codes_of
 from generator.rendering.structures import digests, fresh
-from generator.storage.record import read_record, write_record
+from generator.storage.record import read_record, save_winner, write_record
+from tuned.families import registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,6 +124,49 @@ def test_a_commit_is_unpacked_by_a_python_that_has_no_filters(tmp_path: Path, mo
     monkeypatch.setattr(tarfile.TarFile, "extractall", extractall)
     checked_out("HEAD", tmp_path)
     assert (tmp_path / "tune.py").exists()
+
+
+def test_a_row_saved_while_the_kernels_were_compiled_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = stale(3)
+    write_record(tmp_path / "nvidia_h200.json", "nvidia_h200", rows[:2])
+    answers = asked(before=CODE, now=CODE)
+    again = dataclasses.replace(rows[1], median_us=1.0)
+
+    def ask(tree: Path, winners: list[Winner]) -> Any:
+        if tree == ROOT:  # meanwhile a tuner measures one of them again, and another problem
+            save_winner(again, tmp_path)
+            save_winner(rows[2], tmp_path)
+        return answers(tree, winners)
+
+    monkeypatch.setattr(carrying.carry, "__defaults__", (ask,))
+    assert CliRunner().invoke(command_line.app, ["--out", str(tmp_path), "carry", "HEAD"]).exit_code == 0
+    found = {w.name: w for w in read_record("nvidia_h200", tmp_path)}
+    assert set(found) == {w.name for w in rows}
+    assert fresh(found[rows[0].name].digests)
+    assert [found[w.name] for w in rows[1:]] == [again, rows[2]], "as the tuner saved them"
+
+
+@pytest.mark.parametrize("option", codes.AT_LAUNCH)
+def test_a_launch_with_other_options_is_not_the_same(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programmatic dependent and cooperative launches have the machine code of others, and not their time."""
+    family = registry.FAMILIES["rope"]
+    row = dataclasses.asdict(stale(1)[0])
+    launches = family.launches
+
+    def with_option(*given: Any) -> Any:
+        return tuple(
+            dataclasses.replace(one, options={**one.options, option: not one.options.get(option)})
+            for one in launches(*given)
+        )
+
+    monkeypatch.setattr(compiling, "distinct", lambda steps: [(one, 1) for one in steps])  # nothing is compiled here
+    monkeypatch.setattr(compiling, "resources", lambda *_: compiling.Resources(32, 0, 0, "code"))
+    before = codes.code_of(row, "generator")
+    monkeypatch.setattr(registry, "FAMILIES", {"rope": dataclasses.replace(family, launches=with_option)})
+    assert codes.code_of(row, "generator")["code"] != before["code"]
+    assert codes.AT_LAUNCH == compiling.AT_LAUNCH
 
 
 def test_the_command_writes_what_it_kept_and_tells_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

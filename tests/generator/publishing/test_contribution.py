@@ -306,6 +306,18 @@ def test_submit_writes_an_archive_and_a_text_and_check_submission_accepts_it(fol
     assert load_record(tmp_path / "tables" / f"{DEVICE}.json") == load_record(folder / f"{DEVICE}.json")
 
 
+def test_rows_that_a_record_has_already_stay_in_it(folder: Path, tmp_path: Path) -> None:
+    assert call("submit", "--out", str(folder)).exit_code == 0
+    (path,) = (tmp_path / "contributions").glob("*.zip")
+    others = [w for w in ROWS if w not in FIRST][:3]
+    older = dataclasses.replace(FIRST[0], median_us=FIRST[0].median_us * 2)
+    for row in (*others, older):
+        save_winner(row, _made(tmp_path / "tables"))
+    assert call("check-submission", str(path), "--to", str(tmp_path / "tables")).exit_code == 0
+    found = {w.name: w for w in load_record(tmp_path / "tables" / f"{DEVICE}.json")}
+    assert found == {w.name: w for w in (*others, *FIRST)}, "and a row of the same problem is the one that was sent"
+
+
 def test_check_submission_writes_nothing_of_what_it_refuses(folder: Path, tmp_path: Path) -> None:
     del folder
     path = tmp_path / "x.zip"

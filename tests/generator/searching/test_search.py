@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from generator.failures import times_to_be_a_fact
+from generator.measuring.compile import Resources
 from generator.measuring.stage import Compared
+from generator.problem import Problem
 from generator.processes.worker import TrialFailedError, WorkerLostError
 from generator.rendering.structures import structures
 from generator.searching import run as run_module
@@ -19,6 +21,7 @@ from generator.searching.pool import MAX_SEEDS, incumbent_of, legal_pool, seeds_
 from generator.searching.run import Display, Orders, Run, Tools, tune_all
 from generator.searching.sampler import STARTUP
 from generator.searching.search import (
+    EXHAUSTIVE,
     FEW,
     FINALISTS,
     MOST_AGAIN,
@@ -28,6 +31,7 @@ from generator.searching.search import (
     choose,
     counted,
     opening,
+    planned,
     tune,
 )
 from generator.selection import problem_named
@@ -35,6 +39,7 @@ from generator.storage.backends import open_storage
 from generator.storage.journal import Journal
 from generator.workload import WORKLOADS, default_problems
 from tests.support.fakes import ENVIRONMENT, FakeCompiler, FakeWorker
+from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.rope.variant import RopeVariant, default_variant
 from tuned.lookup.record import load_record
 
@@ -79,6 +84,27 @@ def test_a_small_pool_is_measured_whole_and_its_best_wins(tmp_path: Path) -> Non
     assert gru_cost(SMALL, outcome.winner.variant) == min(gru_cost(SMALL, v) for v in pool)
     assert outcome.winner.default_us == round(gru_cost(SMALL, worker.measured[0]), 3)
     assert outcome.winner.trials == outcome.measured == len(pool)
+
+
+@pytest.mark.parametrize(("problem", "cost"), [(SMALL, gru_cost), (LARGE, rope_cost)])
+def test_as_many_are_measured_as_were_planned(problem: Any, cost: Any, tmp_path: Path) -> None:
+    """A small pool is measured whole, however few trials were asked for."""
+    said: list[int] = []
+    outcome = search(problem, FakeWorker(cost), tmp_path, trials=10, report=lambda p: said.append(p.trials))
+    pool = len(legal_pool(problem, 90).variants)
+    assert set(said) == {outcome.measured} == {planned(10, pool)}
+    assert [planned(96, n) for n in (0, 5, 96, 252, EXHAUSTIVE, EXHAUSTIVE + 1)] == [0, 5, 96, 252, EXHAUSTIVE, 96]
+
+
+def test_variants_of_one_code_that_are_launched_otherwise_are_measured(tmp_path: Path) -> None:
+    def report(_: Any, variant: Any) -> tuple[Resources, ...]:
+        code = repr(dataclasses.replace(variant, pdl=False))
+        return (Resources(32, 0, 0, code, at_launch=("launch_pdl",) * variant.pdl),)
+
+    worker = FakeWorker(gru_cost)
+    outcome = search(SMALL, worker, tmp_path, compiler=FakeCompiler(report))
+    assert outcome.same == 0
+    assert {v.pdl for v in worker.measured} == {False, True}
 
 
 def test_a_large_pool_is_searched_to_within_the_noise_of_its_best(tmp_path: Path) -> None:
@@ -623,6 +649,16 @@ def test_the_start_of_the_next_problem_is_compiled_ahead(tmp_path: Path) -> None
     made = dataclasses.replace(tools(worker, tmp_path), compiler=Compiler())
     tune_all(Run(GRU[:2]), made, Orders(GRU[:2], 72, folder=tmp_path / "out"))
     assert (GRU[1].name, 1) in asked, "while the first was on the GPU"
+
+
+def test_a_problem_that_nothing_is_legal_for_is_skipped_and_the_one_before_it_is_measured(tmp_path: Path) -> None:
+    none = Problem("too_large", "gru_backward", GruSpec("float32", 4096), GruSize(64, 16))
+    assert not legal_pool(none, 90, ENVIRONMENT["multiprocessors"]).variants
+    run = Run([GRU[0], none])
+    tune_all(run, tools(FakeWorker(gru_cost), tmp_path), Orders(run.problems, 72, folder=tmp_path / "out"))
+    assert list(run.outcomes) == [GRU[0].name]
+    assert run.skipped[none.name].startswith("no variant of it is legal here: ")
+    assert opening(none, 90) == []
 
 
 def test_what_is_compiled_ahead_is_what_the_search_begins_with(tmp_path: Path) -> None:

@@ -107,6 +107,13 @@ def test_a_password_is_not_shown(url: str, shown: str) -> None:
     assert without_password(url) == shown
 
 
+@pytest.mark.parametrize("url", ["postgresql//me:s3cret@db1/tuned", "me:s3cret@db1/tuned"])
+def test_a_password_in_what_is_no_url_is_not_shown_either(url: str) -> None:
+    with pytest.raises(StorageError, match="--storage must be ") as refused:
+        open_storage(url, "test_gpu")
+    assert "s3cret" not in str(refused.value)
+
+
 def test_asking_makes_no_database(tmp_path: Path) -> None:
     with pytest.raises(
         StorageError, match=r"there is no database .*none\.db yet: nothing was tuned with this --storage"
