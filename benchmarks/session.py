@@ -120,7 +120,8 @@ def command(  # noqa: PLR0913 (what a benchmark is)
         return 1
     if options.rows is None and len(suites) > 1:
         given = [f"--{name}" for name in ("quick", "whole", "missing", "replace") if getattr(options, name, False)]
-        if set(suites) == set(names) and not options.missing:  # every row is measured again
+        partly = options.missing or getattr(options, "quick", False)
+        if set(suites) == set(names) and not partly:  # every row is measured again
             given = [*dict.fromkeys((*given, "--replace"))]
         return _apart([prog, *given], suites, options)
     again = suites if options.rows is None and not options.missing else ()

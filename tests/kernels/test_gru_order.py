@@ -84,7 +84,7 @@ LATE = (
             "    for i_step in range(t_begin, t_stop):\n"
         ),
     ),
-    ("        if not EARLY:\n", "        tl.store(p_late, late, mask=m_late)\n        if not EARLY:\n"),
+    ("        if not EARLY:", "        tl.store(p_late, late, mask=m_late)\n        if not EARLY:"),
     (
         "        tl.store(out + p_out[None, :] + j_hidden, rounded, mask=m_now)\n",
         "        p_late, m_late, late = out + p_out[None, :] + j_hidden, m_now, rounded\n",

@@ -126,16 +126,15 @@ def _key(  # noqa: PLR0913
     return key, addresses
 
 
-def sizes(x: Any, inplace: Any, h: Any, weight_ih: Any, *others: Any) -> tuple[Any, ...]:
-    """The key, beside weight_ih, of a step that torch.gru_cell serves."""
+def sizes(x: Any, inplace: Any, h: Any, *weights: Any) -> tuple[Any, ...]:
+    """The key of a step that torch.gru_cell serves."""
     # With layouts: torch.gru_cell takes a sparse x and sparse weights, which we refuse.
     of_x = (
         tuple([(t.shape, t.dtype, t.device, t.layout) for t in x]) if type(x) is tuple else (x.shape, x.dtype, x.layout)
     )
     # In place with its strides: an h whose elements share memory is refused.
     of_h = (h.shape, h.stride()) if inplace else h.shape
-    weights = [w if w is None else (w.shape, w.dtype, w.layout) for w in others]
-    return of_x, inplace, of_h, h.dtype, weight_ih.layout, *weights
+    return of_x, inplace, of_h, h.dtype, *[w if w is None else (w.shape, w.dtype, w.layout) for w in weights]
 
 
 def is_left(x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any) -> bool:  # noqa: PLR0913
