@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
@@ -84,9 +85,10 @@ GRADIENTS = {
 
 def load(text: str, folder: Path) -> Any:
     """A shown file as a module, written into a folder."""
-    path = folder / "shown.py"
+    # A name of its own: of two texts in one file, of one size and second, Python would take the first's bytecode twice.
+    path = folder / f"shown_{hashlib.sha256(text.encode()).hexdigest()[:16]}.py"
     path.write_text(text)
-    found = importlib.util.spec_from_file_location(f"shown_{folder.name}", path)
+    found = importlib.util.spec_from_file_location(path.stem, path)
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)

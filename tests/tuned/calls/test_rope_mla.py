@@ -232,7 +232,7 @@ def test_a_query_in_place_is_that_out_of_place_with_its_gradient(watch: Watch, l
     torch.testing.assert_close(found[0], found[2], rtol=1e-5, atol=1e-5)
     assert watch.public + watch.direct == 4
     before = leaf.detach().clone()
-    with pytest.raises(RuntimeError, match="x is a leaf"):
+    with pytest.raises(RuntimeError, match="is a leaf that requires grad"):
         rope(leaf, **angles, **named, inplace=True)
     assert torch.equal(leaf.detach(), before)
 
