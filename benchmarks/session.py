@@ -18,9 +18,8 @@ import torch
 from benchmarks import record
 
 R = TypeVar("R", bound=record.Row[Any])
-MOST_APART = (
-    0.05  # between two right results, of the largest value; thousands of measured ones were at most 0.016 apart
-)
+# Between two right results, of the largest value: thousands of measured ones were at most 0.016 apart.
+MOST_APART = 0.05
 DEFAULT_MINUTES = 9.0
 RESULTS = Path(__file__).parent / "results"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +15,7 @@ from generator.reporting.show import standalone
 from generator.workload import WORKLOADS
 from tests.support.records import winner
 from tests.support.run import DEVICE
-from tests.support.shown_gru import CASES, size_of
+from tests.support.shown_gru import CASES, load, size_of
 from tuned.families.gru.spec import GruSpec
 from tuned.families.gru.variant import GruVariant
 
@@ -48,13 +47,7 @@ def given(spec: GruSpec, call: Recurrence) -> list[Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_shown_runs_and_is_right(name: str, tmp_path: Path) -> None:
     spec, variant = CASES[name]
-    path = tmp_path / "shown.py"
-    path.write_text(shown(spec, variant))
-    found = importlib.util.spec_from_file_location(f"shown_{name.replace('-', '_')}", path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    module = load(shown(spec, variant), tmp_path)
     work = WORKLOADS["gru"]
     call = work.inputs(spec, size_of(variant), DEVICE, 1)
     wanted, bound = work.reference(spec, call)

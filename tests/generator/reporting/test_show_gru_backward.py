@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +16,7 @@ from generator.reporting.show import standalone
 from generator.workload import WORKLOADS
 from tests.support.records import winner
 from tests.support.run import DEVICE
-from tests.support.shown_gru import GRADIENTS
+from tests.support.shown_gru import GRADIENTS, load
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import GruVariant
 
@@ -47,13 +46,7 @@ def given(spec: GruSpec, call: RecurrenceGradient) -> list[Any]:
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_what_is_shown_runs_and_is_right(name: str, tmp_path: Path) -> None:
     spec, variant = GRADIENTS[name]
-    path = tmp_path / "shown.py"
-    path.write_text(shown(spec, variant))
-    found = importlib.util.spec_from_file_location(f"shown_gradient_{name.replace('-', '_')}", path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    module = load(shown(spec, variant), tmp_path)
     work = WORKLOADS["gru_backward"]
     call = work.inputs(spec, SIZE, DEVICE, 1)
     wanted, bound = work.reference(spec, call)
