@@ -30,18 +30,26 @@ STAGED = GruVariant("persistent", "staged", 16, 16, "poll", num_warps=4)
 
 @pytest.mark.parametrize(("layout", "resets"), [*((layout, False) for layout in LAYOUTS), ("dense", True)])
 @pytest.mark.parametrize(
-    ("shape", "hidden", "stages", "rows"),
-    [("both", 129, 2, 17), ("layer", 300, 3, 3), ("layer", 384, 3, 2), ("both", 930, 8, 2)],
+    ("shape", "hidden", "width", "stages", "rows"),
+    [("both", 129, 128, 2, 17), ("layer", 300, 128, 3, 3), ("layer", 384, 128, 3, 2), ("both", 466, 64, 8, 2)],
 )
 def test_a_state_is_taken_in_pieces_of_one_width(
-    layout: str, shape: str, hidden: int, stages: int, rows: int, resets: bool, monkeypatch: pytest.MonkeyPatch
+    layout: str,
+    shape: str,
+    hidden: int,
+    width: int,
+    stages: int,
+    rows: int,
+    resets: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Fewer columns and warps than tuning would try, so that few programs suffice.
-    monkeypatch.setattr(gru_variant, "STAGE_BYTES", 128 * STAGED.block_batch * 2)
+    # Fewer columns and warps than tuning would try, so that few programs suffice: of eight pieces, half of both again.
+    monkeypatch.setattr(gru_variant, "STAGE_BYTES", width * STAGED.block_batch * 2)
     exchange = "poll" if resets else "counter"
-    variant = dataclasses.replace(STAGED, exchange=exchange, prefetch="late" if stages == 2 else "early")
+    prefetch = "late" if stages == 2 else "early"
+    variant = dataclasses.replace(STAGED, exchange=exchange, prefetch=prefetch, num_warps=width // 32)
     spec = spec_of("half", hidden, shape, layout, resets=resets)
-    assert widths(spec, variant) == (*(128,) * (stages - 1), 128 if hidden == 384 else 64)
+    assert widths(spec, variant) == (*(width,) * (stages - 1), width if hidden == 384 else width // 2)
     assert_right(Sequences(spec, lengths_of(layout, rows, 1 if stages == 8 else 2), "rows"), variant)
 
 
@@ -51,12 +59,15 @@ def test_weights_that_have_no_room_are_read_at_each_step(
     layout: str, dtype: str, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     item = 2 if dtype == "half" else 4
-    monkeypatch.setattr(gru_variant, "READ_COLUMNS", 128)
-    monkeypatch.setattr(gru_variant, "KEPT_BYTES", held * 128 * 3 * STAGED.block_hidden * item)
-    spec = spec_of(dtype, 400, "both", layout)
-    assert widths(spec, STAGED) == (128, 128, 128, 64)
-    assert gru_variant.kept(spec, STAGED) == held
-    assert_right(Sequences(spec, lengths_of(layout, 3, 2), "rows"), dataclasses.replace(STAGED, exchange="counter"))
+    variant = dataclasses.replace(
+        STAGED, exchange="counter", num_warps=2
+    )  # with 4, the last piece is as wide as the others
+    monkeypatch.setattr(gru_variant, "READ_COLUMNS", 64)
+    monkeypatch.setattr(gru_variant, "KEPT_BYTES", held * 64 * 3 * STAGED.block_hidden * item)
+    spec = spec_of(dtype, 210, "both", layout)
+    assert widths(spec, variant) == (64, 64, 64, 32)
+    assert gru_variant.kept(spec, variant) == held
+    assert_right(Sequences(spec, lengths_of(layout, 3, 2), "rows"), variant)
 
 
 def test_each_direction_and_tile_counts_for_itself() -> None:
