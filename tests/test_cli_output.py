@@ -243,15 +243,13 @@ def test_a_gpu_that_was_asked_for_and_is_not_there_is_an_error(asked: tuple[str,
 
 def test_a_terminal_of_no_width_gets_the_lines_of_any_other() -> None:
     """Some terminals that do not know their width say 0, for which Rich would print nothing."""
-    command = [sys.executable, "tune.py", "--list", "--problems", ONE]
     found = [
-        subprocess.run(
-            command, cwd=ROOT, env=os.environ | {"COLUMNS": columns}, capture_output=True, text=True, check=True
-        ).stdout
+        python("tune.py", "--list", "--problems", ONE, environment=os.environ | {"COLUMNS": columns})
         for columns in ("0", "80")
     ]
-    assert found[0] == found[1]
-    assert ONE in found[0]
+    assert [done.returncode for done in found] == [0, 0]
+    assert found[0].stdout == found[1].stdout
+    assert ONE in found[0].stdout
 
 
 @pytest.mark.parametrize("command", ["--list", "show " + ONE, "--list --json"])

@@ -28,7 +28,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 PRELOAD = ("numpy", "torch", "triton.language", "triton.compiler", "jinja2", "optuna", "rich.console", "typer.testing")
 # Variables that no package of PRELOAD reads while it is imported. Each set of values of all other variables gets a server.
-LATE = ("CUDA_VISIBLE_DEVICES", "PYTEST_", "PYTHONPATH", "TRITON_CACHE_DIR", "TUNED_", "XDG_")
+LATE = ("COLUMNS", "CUDA_VISIBLE_DEVICES", "PYTEST_", "PYTHONPATH", "TRITON_CACHE_DIR", "TUNED_", "XDG_")
 _SERVERS: dict[tuple[tuple[str, str], ...], _Server] = {}
 
 
