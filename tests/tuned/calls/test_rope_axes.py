@@ -207,6 +207,19 @@ def test_axes_and_complex_angles_are_traced(way: str) -> None:
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("tokens", [(B, S), (S,)])
+def test_a_trace_of_torch_jit_holds_the_axes(tokens: tuple[int, ...]) -> None:
+    """Lengths are tensors in a trace."""
+    x, given, other = torch.randn(B, S, H, D), drawn(3, tokens), drawn(3, tokens)
+
+    def run(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return rope(x, **SOURCES["cos_sin"], positions=positions, sections=[2, 3, 3])
+
+    traced = torch.jit.trace(run, (x, given))
+    torch.testing.assert_close(traced(2 * x, other), run(2 * x, other))
+
+
 # Complex angles -----------------------------------------------------------------------------------------------------------
 
 

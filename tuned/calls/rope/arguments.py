@@ -460,7 +460,7 @@ def _ids(given: Given, settings: Settings, seq: int, batch: int) -> _Positions:
     whole = {"bshd": (batch, seq), "sbhd": (seq, batch), "thd": (seq,)}[layout]
     if settings.sections is not None:
         axes = len(settings.sections)
-        if ids.shape not in {(axes, *whole), (axes, seq)}:
+        if ids.shape not in ((axes, *whole), (axes, seq)):  # not a set: torch.jit.trace gives lengths as tensors
             raise ValueError(
                 f"positions must be [{axes}, tokens], one row for each of the {axes} sections: {[axes, *whole]} or {[axes, seq]}, got "
                 f"{list(ids.shape)}"
