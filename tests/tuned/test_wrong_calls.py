@@ -326,6 +326,7 @@ OF_POSITIONS: dict[str, Row] = {
     "sequence past from an offset": (thd(ints(0, 2, 6), offset=13), ValueError, "the angles are too short", "16 positions for a sequence of 4 from position 13 on", "or pass inv_freq"),
     "sequence past from a start": (thd(ints(0, 2, 6), offset=ints(15, 12)), ValueError, "the angles are too short", "16 positions for a sequence of 2 from position 15 on, cu_seqlens 0 to 2", "or pass inv_freq"),
     "sequence past from one start": (thd(ints(0, 2, 6), offset=torch.tensor(13)), ValueError, "the angles are too short", "16 positions for a sequence of 4 from position 13 on", "or pass inv_freq"),
+    "sequence before the table": (thd(ints(0, 2, 6), offset=ints(0, -1)), ValueError, "offset must be at least 0", "got -1 for cu_seqlens 2 to 6", "need inv_freq"),
     "sequence of ranks past": (thd(ints(0, 4, 12), cp_size=2, offset=9), ValueError, "the angles are too short", "16 positions for a sequence of 8 from position 9 on", "or pass inv_freq"),
     "length below 0": (thd(ints(0, 6), max_seqlen=-1), ValueError, "max_seqlen must be at least 0", "got -1", "or leave it out"),
     "length tensor": (thd(ints(0, 6), max_seqlen=torch.tensor(6.0)), TypeError, "max_seqlen must be an int", "got a tensor of [] torch.float32", "convert it with int("),

@@ -232,6 +232,18 @@ def test_starts_and_tables_of_a_known_class_that_are_empty_are_not_launched(watc
     assert any(known)
 
 
+@pytest.mark.parametrize("start", [-3, 1000])
+def test_an_empty_sequence_may_start_anywhere(start: int) -> None:
+    """No token has the position where it starts; a batch of a server may hold a sequence that has ended."""
+    freqs, x = torch.rand(8, D), torch.randn(5, H, D)
+    bounds, starts = (torch.tensor(given, dtype=torch.int32) for given in ([0, 2, 2, 5], [3, start, 1]))
+    found = rope(x, freqs, tensor_format="thd", cu_seqlens=bounds, offset=starts)
+    wanted = [rope(part[None], freqs, offset=first)[0] for part, first in ((x[:2], 3), (x[2:], 1))]
+    torch.testing.assert_close(found, torch.cat(wanted))
+    no_tokens = bounds[2:3].expand(3)
+    torch.testing.assert_close(rope(x, freqs, tensor_format="thd", cu_seqlens=no_tokens, offset=torch.tensor(start)), x)
+
+
 # Unusual memory -----------------------------------------------------------------------------------------------------------
 
 

@@ -1061,10 +1061,10 @@ def _values_reach(rows: int, positions: _Positions, seq: int, bounds: torch.Tens
 
     On a GPU, reading values would synchronize; there such positions give NaN.
     """
-    if seq or positions.mode in ("ids", "axes"):  # without tokens, no position follows an offset
-        _tensor_reaches(rows, positions, 0 if bounds is not None else seq - 1)
     if bounds is not None:
         _sequences_reach(rows, positions, bounds)
+    elif seq or positions.mode in ("ids", "axes"):  # without tokens, no position follows an offset
+        _tensor_reaches(rows, positions, seq - 1)
 
 
 def _tensor_reaches(rows: int, positions: _Positions, last: int) -> None:
@@ -1086,13 +1086,18 @@ def _tensor_reaches(rows: int, positions: _Positions, last: int) -> None:
 
 
 def _sequences_reach(rows: int, positions: _Positions, bounds: torch.Tensor) -> None:
-    """Refuse packed sequences that end past the end of the angles."""
+    """Refuse packed sequences that start before the angles or end past them; an empty one has no position, wherever it starts."""
     first = positions.tensor
     if not readable(bounds) or not (first is None or readable(first)):
         return
     ends = bounds.tolist()
     starts = [positions.offset] * (len(ends) - 1) if first is None else first.expand(len(ends) - 1).tolist()
     for start, (begin, end) in zip(starts, itertools.pairwise(ends), strict=True):
+        if begin < end and start < 0:
+            raise ValueError(
+                f"offset must be at least 0 with a table of angles, got {start} for cu_seqlens {begin} to {end}: positions before its "
+                "first row need inv_freq"
+            )
         if begin < end and start + end - begin > rows:
             on = f" from position {start} on" if start else ""
             raise ValueError(
