@@ -586,6 +586,36 @@ def test_a_trace_of_torch_jit_holds_what_overwrites_several_tensors(name: str) -
     assert_same(traced(other), OVERWRITING[name](other, cosines))
 
 
+OVERWRITTEN: dict[str, Callable[[torch.Tensor], Any]] = {
+    "interleaved": lambda x: rotate(x, angles(), interleaved=True, positions=torch.arange(S)),
+    "heads first": lambda x: rotate_qk(x, x, angles()[:, :1], tensor_format="bhsd", positions=torch.arange(H))[1],
+    "qkv": lambda x: rotate_qkv(x[:, :, None].expand(B, S, 3, H, D), angles()),
+    "qkv by positions": lambda x: rotate_qkv(x[:, :, None].expand(B, S, 3, H, D), angles(), positions=torch.arange(S)),
+    "norm": lambda x: qk_norm_rope(x, None, torch.ones(D), None, angles(), angle_entries="pair", interleaved=True)[0],
+    "conjugated": lambda x: rope(
+        x, freqs_cis=torch.polar(torch.ones(S, D // 2), angles()[:S]).conj(), interleaved=True
+    ),
+    "conjugated, learned": lambda x: rope(
+        x, freqs_cis=torch.polar(torch.ones(S, D // 2), angles()[:S] * x.mean()).conj(), interleaved=True
+    ),
+    "negated": lambda x: rotate(torch.complex(x, x).conj().imag, angles(), interleaved=True),
+}
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("name", OVERWRITTEN)
+def test_a_result_may_be_overwritten(name: str, enabled: bool) -> None:
+    """Autograd refuses this for a view that was made in a node or without gradients."""
+    (x,), scale = leaves(H), torch.tensor(2.0, requires_grad=True)
+    for _ in range(3):
+        with torch.set_grad_enabled(enabled):
+            out = OVERWRITTEN[name](x)
+        before = out.detach().clone()
+        out.mul_(scale)
+        assert_same(torch.autograd.grad(out.sum(), scale)[0], before.sum())
+
+
 @pytest.mark.usefixtures("way")
 def test_the_public_transpose_is_that_of_the_gradient() -> None:
     (x,) = leaves(H)

@@ -36,9 +36,10 @@ from tuned.families.rope import FAMILY as ROPE
 from tuned.families.rope.eager import rotate
 from tuned.launching import alike
 from tuned.launching.launcher import kernel
-from tuned.launching.overwrite import overwrite, refuse_inference, refuse_overwrite
+from tuned.launching.overwrite import apart, overwrite, refuse_inference, refuse_overwrite
 from tuned.launching.plan import (
     NO_KEY,
+    bypassed,
     current_device,
     listeners,
     may_be_negative,
@@ -362,6 +363,9 @@ def run_eager(given: Given, settings: Settings, prepared: Prepared | None = None
         out, key_out = tokens_first(out, settings), tokens_first(key_out, settings)
     if out.shape != given.x.shape and not settings.k_dim:  # a packed qkv with an axis of 3
         out = out.reshape(given.x.shape)
+    # As what a kernel gives, a result may be overwritten where gradients are enabled, in a node or after no_grad.
+    if not settings.inplace and not torch.is_grad_enabled() and not _compiling() and bypassed() is None:
+        out, key_out = (t if t is None or why_not_plain(t) is not None else apart(t) for t in (out, key_out))
     return out if given.key is None else (out, key_out)
 
 

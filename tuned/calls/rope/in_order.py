@@ -15,7 +15,7 @@ from tuned.calls.overlap import refuse_overlap
 from tuned.calls.rope.arguments import Given, Prepared, Settings, Sources, offset_limits, packed_heads
 from tuned.calls.rope.mistakes import half_of_the_head, heads_may_come_first
 from tuned.families.rope.in_order import rotation
-from tuned.launching.overwrite import overwrite, refuse_inference
+from tuned.launching.overwrite import apart, overwrite, refuse_inference
 from tuned.launching.plan import tracing, transforms_active
 from tuned.launching.rehearsal import listening
 from tuned.lookup.gpu import why_not_plain
@@ -58,8 +58,8 @@ def eager_run(
     ) -> Any:
         # A call's properties do not tell these things, not even "meta": its device number is -1, as a CPU's is.
         meta = x.is_meta or angles.is_meta or (key is not None and key.is_meta) or (sin is not None and sin.is_meta)
-        apart = meta or not low <= offset <= high or transforms_active() or tracing() is not None or _autocast(kind)
-        if apart or listening() is not None:
+        other = meta or not low <= offset <= high or transforms_active() or tracing() is not None or _autocast(kind)
+        if other or listening() is not None:
             return checked(x, key, angles, sin, cu_seqlens, positions, offset, *rest)
         if inplace and key is not None:
             refuse_overlap(x, key)
@@ -72,7 +72,7 @@ def eager_run(
             overwrite(key, key_out)
             return x, key
         if out.shape != x.shape:  # a packed qkv with an axis of 3
-            out = out.view(x.shape)
+            out = apart(out.view(x.shape))
         return out if key is None else (out, key_out)
 
     return run
