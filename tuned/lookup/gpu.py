@@ -36,10 +36,15 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)  # the types of tensors that have no 
 
 LAZY = "a tensor has the negative or conjugate bit, which only PyTorch's own operators resolve"
 
+BATCHED = "a tensor is a batch of gradients, which torch.autograd.grad(..., is_grads_batched=True) makes and which has no memory"
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # noqa: SLF001 - no public way to ask
+
 
 def why_not_plain(t: torch.Tensor) -> str | None:
     """Why a kernel cannot take a tensor, or None: a kernel sees memory alone, so not the rules of a subclass."""
-    return None if type(t) in PLAIN else f"{type(t).__name__} is a subclass of Tensor with rules of its own"
+    if type(t) not in PLAIN:
+        return f"{type(t).__name__} is a subclass of Tensor with rules of its own"
+    return BATCHED if _is_batched(t) else None
 
 
 def why_eager(x: torch.Tensor, supported_dtype: bool) -> str | None:  # noqa: FBT001

@@ -15,7 +15,16 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.rope_calls import Case, Marked, Watch, build, watch
 from tests.support.rope_forms import FORMS, B, D, H, K, S, angles, assert_same, leaves, turned
 from tuned.calls.rope import call as rope_call
-from tuned.dispatch import qk_norm_rope, qkv_norm_rope_, rope, rope_append_, rope_backward, rope_qk, rope_qkv
+from tuned.dispatch import (
+    mla_kv_rope,
+    qk_norm_rope,
+    qkv_norm_rope_,
+    rope,
+    rope_append_,
+    rope_backward,
+    rope_qk,
+    rope_qkv,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -272,6 +281,81 @@ def test_angles_that_need_a_gradient_get_one(source: str, inplace: bool) -> None
     )
     wanted = torch.autograd.grad(turned(x, freqs).pow(3).sum() + turned(k, freqs).pow(3).sum(), rates)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+
+
+def _learned(x: torch.Tensor, **named: Any) -> Any:
+    return rotate_qk(x * 1, x * 2, angles() * x.mean(), **named)
+
+
+def _normed(x: torch.Tensor, **named: Any) -> Any:
+    weight = x[0, 0, 0] * 1
+    return qk_norm_rope(x * 1, x * 2, weight, weight, angles(), angle_entries="pair", **named)
+
+
+NODES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "x": lambda x: rotate(x, angles()),
+    "interleaved": lambda x: rotate(x, angles(), interleaved=True),
+    "pair": lambda x: rotate_qk(x, x.detach(), angles())[0],
+    "pair in place": lambda x: rotate_qk(x * 1, x * 2, angles(), inplace=True),
+    "qkv": lambda x: rotate_qkv(x, angles(), kv_heads=1),
+    "qkv of 5": lambda x: rotate_qkv(x[:, :, None].expand(B, S, 3, H, D), angles()),
+    "backward": lambda x: rope_backward(x, angles(), angle_entries="pair"),
+    "latent": lambda x: mla_kv_rope(x, x[:, :, :1], angles(), k_dim=5, angle_entries="pair"),
+    "learned": _learned,
+    "learned in place": lambda x: _learned(x, inplace=True),
+    "learned qkv of 5": lambda x: rotate_qkv(x[:, :, None].expand(B, S, 3, H, D), angles() * x.mean()),
+    "learned heads first": lambda x: rotate(x.transpose(1, 2), angles() * x.mean(), tensor_format="bhsd"),
+    "norm": _normed,
+    "norm in place": lambda x: _normed(x, inplace=True),
+    "norm heads first": lambda x: qk_norm_rope(
+        x.transpose(1, 2), None, x[0, 0, 0] * 1, None, angles(), angle_entries="pair", tensor_format="bhsd"
+    )[0],
+}
+
+
+def _of_nodes(name: str, x: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(1)  # for equal angles
+    results = NODES[name](x)
+    return [t for t in (results if isinstance(results, tuple) else (results,)) if t.requires_grad]
+
+
+def _each_gradient(name: str, x: torch.Tensor, over: list[torch.Tensor], **how: Any) -> torch.Tensor:
+    """The gradients for one batch entry of ``over`` after the other."""
+    return torch.stack([torch.autograd.grad(_of_nodes(name, x), x, one, **how)[0] for one in zip(*over, strict=True)])
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("how", ["is_grads_batched", "vmap"])
+@pytest.mark.parametrize("name", NODES)
+def test_gradients_may_be_taken_in_a_batch(name: str, how: str) -> None:
+    """As torch.autograd.functional.jacobian(..., vectorize=True) takes them."""
+    (x,) = leaves(H)
+    over = [torch.randn(3, *t.shape) for t in _of_nodes(name, x)]
+    for again in (False, True):
+        results = _of_nodes(name, x)
+        if how == "vmap":
+            found = torch.func.vmap(lambda *one: torch.autograd.grad(results, x, one, retain_graph=True)[0])(*over)  # noqa: B023
+        else:
+            (found,) = torch.autograd.grad(results, x, over, is_grads_batched=True, create_graph=again)
+        wanted = _each_gradient(name, x, over, create_graph=again)
+        assert_same(found, wanted)
+        if again and how != "vmap" and wanted.requires_grad:
+            assert_same(*(torch.autograd.grad(t.square().sum(), x) for t in (found, wanted)))
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("name", NODES)
+def test_forward_mode_sees_through_a_gradient(name: str) -> None:
+    (x,) = leaves(H)
+    for _ in range(2):
+        results = _of_nodes(name, x)
+        over, tangents = ([torch.randn_like(t) for t in results] for _ in range(2))
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(one, tangent) for one, tangent in zip(over, tangents, strict=True)]
+            found = forward_ad.unpack_dual(torch.autograd.grad(results, x, duals)[0])
+            both = [t[None] for t in over], [t[None] for t in tangents]
+            assert_same([found.primal, found.tangent], [_each_gradient(name, x, one)[0] for one in both])
+        assert not found.primal.requires_grad
 
 
 # What is kept -----------------------------------------------------------------------------------------------------------

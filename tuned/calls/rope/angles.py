@@ -56,24 +56,27 @@ def differentiable(plan: Plan, settings: Settings, sources: Sources, call: Calla
     return Plan(saved.Node(settings, sources, plan, _gradients, call).run)
 
 
-def _gradients(given: Given, settings: Settings, *grads: Any, create_graph: bool) -> saved.Gradients:
+def _gradients(given: Given, settings: Settings, *grads: Any, create_graph: bool | None) -> saved.Gradients:
     return *gradient(given, settings, *grads, create_graph=create_graph), None, None
 
 
 def gradient(
-    given: Given, settings: Settings, grad: Any, key_grad: Any = None, *, create_graph: bool = False
+    given: Given, settings: Settings, grad: Any, key_grad: Any = None, *, create_graph: bool | None = None
 ) -> Gradients:
-    """The gradients of x, key and the angles, given the gradients of the results; one of these may be None."""
+    """The gradients of x, key and the angles, given the gradients of the results; one of these may be None.
+
+    With ``create_graph`` they come from ``saved.by_formula``, and gradients are enabled; None: from a kernel where one serves.
+    """
     grad, key_grad = saved.given_gradients(given, grad, key_grad)
-    if create_graph:
+    if create_graph is not None:
         given = saved.apart(given)
     else:
         given = Given(*(_plain(t) for t in given))
         grad, key_grad = _plain(grad), _plain(key_grad)
     prepared = _prepared(given, settings)
     grads = [_as_rotated(t, settings) for t in (grad, key_grad)]
-    if create_graph:
-        return _by_formula(given, prepared, grads)
+    if create_graph is not None:
+        return _by_formula(given, prepared, grads, create_graph=create_graph)
     empty = not given.x.numel() or (given.key is not None and not given.key.numel())
     choice = choice_of(prepared, "a tensor is empty" if empty else None)
     made = None
@@ -141,10 +144,11 @@ def _as_given(given: Given, table: Any, second: Any) -> tuple[Any, Any]:
     return table.reshape(first.shape), None if second is None else second.reshape(given.sin.shape)
 
 
-def _by_formula(given: Given, prepared: Prepared, grads: list[Any]) -> Gradients:
-    """The gradients by autograd, and so differentiable themselves."""
+def _by_formula(given: Given, prepared: Prepared, grads: list[Any], *, create_graph: bool) -> Gradients:
+    """The gradients by autograd, and differentiable themselves if ``create_graph``."""
     angles = next(
         t for t in (given.freqs, given.cos, given.cos_sin_cache, given.inv_freq, given.freqs_cis) if t is not None
     )
-    x, key, table, second = saved.by_formula(prepared, (given.x, given.key, angles, given.sin), grads)
+    tensors = (given.x, given.key, angles, given.sin)
+    x, key, table, second = saved.by_formula(prepared, tensors, grads, create_graph=create_graph)
     return x, key, table, second

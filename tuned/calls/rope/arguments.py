@@ -575,8 +575,8 @@ def packed_heads(x: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, int
                     f"{list(x.stride())}: make qkv contiguous, or use rope_qk"
                 )
             x = x.contiguous()
-        # Not as_strided: its gradient is one for each place in memory, and heads of an expanded qkv share places.
-        return x.flatten(-3, -2), heads
+        # Not flatten, for which torch.autograd.grad(..., is_grads_batched=True) has no rule. Not as_strided: its gradient is one for each place in memory, and heads of an expanded qkv share places.
+        return x.reshape(*x.shape[:-3], 3 * heads, x.shape[-1]), heads
     assert kv_heads is not None
     if x.ndim != axes or kv_heads < 0 or x.shape[-2] <= 2 * kv_heads:
         raise ValueError(

@@ -38,15 +38,18 @@ def differentiable(plan: Plan, settings: Settings, sources: Sources, tensors: tu
     return Plan(saved.Node(settings, sources, plan, _gradients, call).run)
 
 
-def _gradients(given: Given, settings: Settings, *grads: Any, create_graph: bool) -> saved.Gradients:
+def _gradients(given: Given, settings: Settings, *grads: Any, create_graph: bool | None) -> saved.Gradients:
     x, key, weight, key_weight = gradient(given, settings, *grads, create_graph=create_graph)
     return x, key, None, None, weight, key_weight
 
 
 def gradient(
-    given: Given, settings: Settings, grad: Any, key_grad: Any = None, *, create_graph: bool = False
+    given: Given, settings: Settings, grad: Any, key_grad: Any = None, *, create_graph: bool | None = None
 ) -> Gradients:
-    """The gradients of x, key and the norms' weights, given the gradients of the results; one of these may be None."""
+    """The gradients of x, key and the norms' weights, given the gradients of the results; one of these may be None.
+
+    With ``create_graph`` they come from ``saved.by_formula``, and gradients are enabled; None: from a kernel where one serves.
+    """
     settings = settings._replace(inplace=False, direction="backward")
     grad, key_grad = saved.given_gradients(given, grad, key_grad)
     if settings.tensor_format == "bhsd":  # the gradient of the same call on views [b, s, h, d]
@@ -54,14 +57,14 @@ def gradient(
         of_views = given._replace(x=x, key=key), settings._replace(tensor_format="bshd")
         made, key_made, *of_weights = gradient(*of_views, grad, key_grad, create_graph=create_graph)
         return tokens_first(made, settings), tokens_first(key_made, settings), *of_weights
-    if create_graph:
+    if create_graph is not None:
         given = saved.apart(given)
     else:
         given = Given(*(t.resolve_neg() if isinstance(t, torch.Tensor) else t for t in given))
     prepared = prepare(given, settings, make_out=lambda t: t)
-    if create_graph:
+    if create_graph is not None:
         tensors = (given.x, given.key, given.weight, given.key_weight)
-        return tuple(saved.by_formula(prepared, tensors, (grad, key_grad)))
+        return tuple(saved.by_formula(prepared, tensors, (grad, key_grad), create_graph=create_graph))
     empty = not given.x.numel() or (given.key is not None and not given.key.numel())
     choice = choice_of(prepared, "a tensor is empty" if empty else None)
     if choice.variant is not None:

@@ -19,8 +19,9 @@ from tuned.families.rope.eager import rotate
 from tuned.families.rope.launches import RopeCall, launches
 from tuned.launching.launcher import kernel, run_steps
 from tuned.launching.overwrite import overwrite, refuse_overwrite
-from tuned.launching.plan import launch_known
+from tuned.launching.plan import bypassed, launch_known
 from tuned.launching.rehearsal import Heard, listening
+from tuned.lookup.gpu import why_not_plain
 
 Gradients = tuple[
     Any, Any, Any, Any, Any, Any
@@ -89,9 +90,16 @@ class _Saved(torch.autograd.Function):
         weights = None if weight is None else (weight, key_weight)
         rest = (cu_seqlens, positions, *ctx.numbers, weights)
         given = node.sources.given(x, key, angles, sin, *rest)
-        made = node.gradient(given, node.settings, *grads, create_graph=torch.is_grad_enabled())
+        create_graph = torch.is_grad_enabled() or (False if _bypassed(grads) else None)
+        with torch.set_grad_enabled(create_graph is not None):
+            made = node.gradient(given, node.settings, *grads, create_graph=create_graph)
         needed = zip(made, ctx.needs_input_grad, strict=False)
         return *(grad if needs else None for grad, needs in needed), *nothing
+
+
+def _bypassed(grads: Sequence[Any]) -> bool:
+    """Whether a kernel would bypass a transform of these gradients: batches of them, torch.func or forward-mode AD."""
+    return bypassed() is not None or any(t is not None and why_not_plain(t) is not None for t in grads)
 
 
 def given_gradients(given: Given, grad: Any, key_grad: Any) -> tuple[Any, Any]:
@@ -167,15 +175,14 @@ def note(heard: Heard, spec: Any, variant: Any, call: RopeCall) -> None:
         heard.note(kernel(one.kernel), one)
 
 
-def by_formula(prepared: Prepared, tensors: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
-    """The gradients of the tensors that need one, None for the others; by autograd, and so differentiable themselves.
+def by_formula(prepared: Prepared, tensors: Sequence[Any], grads: Sequence[Any], *, create_graph: bool) -> list[Any]:
+    """The gradients of the tensors that need one, None for the others; by autograd, and differentiable if ``create_graph``.
 
-    ``tensors``: of a call that ``apart`` gave.
+    ``tensors``: of a call that ``apart`` gave. Gradients are enabled.
     """
-    with torch.enable_grad():
-        forward = dataclasses.replace(prepared.eager_spec, direction="forward", angle_gradient=False)
-        results = [t for t in rotate(forward, prepared.call) if t is not None]
-        asked = [t for t in tensors if t is not None and t.requires_grad]
-        over = [t for t in grads if t is not None]
-        found = iter(torch.autograd.grad(results, asked, over, create_graph=True, allow_unused=True))
+    forward = dataclasses.replace(prepared.eager_spec, direction="forward", angle_gradient=False)
+    results = [t for t in rotate(forward, prepared.call) if t is not None]
+    asked = [t for t in tensors if t is not None and t.requires_grad]
+    over = [t for t in grads if t is not None]
+    found = iter(torch.autograd.grad(results, asked, over, create_graph=create_graph, allow_unused=True))
     return [next(found) if t is not None and t.requires_grad else None for t in tensors]

@@ -225,7 +225,9 @@ def _rotated(
         return _split(spec, call, cos, sin, inside)
     # Copied heads pass their gradient on unchanged, whatever the angles are.
     moved = call.x.shape[-2] - spec.copied_heads
-    own = call.x[..., :moved, :]
+    own = (
+        call.x[..., :moved, :] if spec.copied_heads else call.x
+    )  # no slice of all: batches of gradients have no rule for it
     x = _turn(spec, _normed(spec, own, call.weight, call.eps, inside), cos, sin, inside, own)
     if spec.copied_heads:
         x = torch.cat((x, call.x[..., moved:, :]), -2)
@@ -316,9 +318,9 @@ def _turn(  # noqa: PLR0913
             for out, was in ((out_first, first), (out_second, second))
         )
         inside = None
-    middle = (
-        [torch.stack((out_first, out_second), -1).flatten(-2), kept[1]] if written else [out_first, kept[1], out_second]
-    )
+    middle = [out_first, kept[1], out_second]
+    if written:  # reshape, not flatten: torch.autograd.grad(..., is_grads_batched=True) has no rule for that
+        middle = [torch.stack((out_first, out_second), -1).reshape(*out_first.shape[:-1], turned), kept[1]]
     pieces = [piece.to(given.dtype) for piece in (kept[0], *middle, kept[2]) if piece is not None]
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
     return out if inside is None else torch.where(inside[:, None, None], out, given)
