@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.rope_calls import Case, Marked, Watch, build, watch
 from tests.support.rope_forms import FORMS, B, D, H, K, S, angles, assert_same, leaves, turned
@@ -356,6 +357,27 @@ def test_forward_mode_sees_through_a_gradient(name: str) -> None:
             both = [t[None] for t in over], [t[None] for t in tangents]
             assert_same([found.primal, found.tangent], [_each_gradient(name, x, one)[0] for one in both])
         assert not found.primal.requires_grad
+
+
+@pytest.mark.parametrize("name", ["x", "pair in place", "learned", "norm", "latent"])
+def test_forward_mode_over_an_operator_s_gradient_is_refused_not_dropped(name: str) -> None:
+    """Operators of torch.library have no rule for it. Inside of a level the call is made of PyTorch's operators, which have."""
+    (x,) = leaves(H)
+
+    def recorded() -> list[torch.Tensor]:
+        with FlopCounterMode(display=False):
+            return _of_nodes(name, x)
+
+    results = recorded()
+    over, tangents = ([torch.randn_like(t) for t in results] for _ in range(2))
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(one, tangent) for one, tangent in zip(over, tangents, strict=True)]
+        with pytest.raises(
+            RuntimeError, match=r"got a tensor with a tangent: make the call inside of forward_ad.dual_level\(\) too"
+        ):
+            torch.autograd.grad(results, x, duals)
+        found = forward_ad.unpack_dual(torch.autograd.grad(recorded(), x, duals)[0]).tangent
+    assert_same(found, _each_gradient(name, x, [t[None] for t in tangents])[0])
 
 
 # What is kept -----------------------------------------------------------------------------------------------------------

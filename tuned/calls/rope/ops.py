@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from tuned.calls.operators import define, save, saved
 from tuned.calls.rope import angles as learned
@@ -61,11 +62,27 @@ def call(given: Given, settings: Settings) -> Any:
 
 
 def _arguments(x: Any, key: Any, others: tuple[Any, ...], *, inplace: bool = False) -> tuple[Given, Settings]:
+    _refuse_tangents(x, key, *others[:_COUNT])
     *tensors, starts, offset = others[:_COUNT]
     first, interleaved, *rest = others[_COUNT:]
     given = Given(x, key, *tensors)._replace(offset=offset if starts is None else starts)
     settings = Settings(first, interleaved, inplace, *rest)
     return given, settings._replace(sections=None if settings.sections is None else tuple(settings.sections))
+
+
+def _refuse_tangents(*tensors: Any) -> None:
+    """Refuse forward mode over an operator's gradient: PyTorch gives operators of torch.library no rule for it, and would drop tangents.
+
+    Raises:
+        RuntimeError: a tensor has a tangent.
+    """
+    if forward_ad._current_level < 0:  # noqa: SLF001 - no public way to ask
+        return
+    if any(isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(
+            "forward mode cannot follow the gradient of a call that torch.compile or a dispatch mode recorded, got a tensor with a "
+            "tangent: make the call inside of forward_ad.dual_level() too, where PyTorch's operators serve it"
+        )
 
 
 def _like(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -207,6 +224,7 @@ def _run_learned(x: Any, key: Any, *others: Any) -> Any:
 
 def _run_learned_backward(grad: Any, key_grad: Any, x: Any, key: Any, *others: Any) -> Any:
     with torch.no_grad():
+        _refuse_tangents(grad, key_grad)
         given, settings = _arguments(x, key, others)
         made = learned.gradient(given, settings, grad, key_grad)
         return tuple(map(_as_fake, made, (x, key, *_angles_of(others)), (x,) * 4))
@@ -315,6 +333,7 @@ def _norm_call(given: Given, others: tuple[Any, ...], *, inplace: bool) -> Any:
 
 def _norm_arguments(arguments: tuple[Any, ...], *, inplace: bool = False) -> tuple[Given, Settings]:
     x, key, weight, key_weight, *others = arguments
+    _refuse_tangents(weight, key_weight)
     given, settings = _arguments(x, key, tuple(others), inplace=inplace)
     return given._replace(weight=weight, key_weight=key_weight), settings
 
@@ -335,6 +354,7 @@ def _run_norm_inplace(*arguments: Any) -> None:
 
 def _run_norm_backward(grad: Any, key_grad: Any, *arguments: Any) -> Any:
     with torch.no_grad():
+        _refuse_tangents(grad, key_grad)
         given, settings = _norm_arguments(arguments)
         made = gradient(given, settings, grad, key_grad)
         return tuple(map(_as_fake, made, given[:2] + given[-2:], (given.x,) * 4))
