@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import tuned.launching.plan
-from tests.support.gru_running import VARIANTS, B, H, call_of, interpreted
+from tests.support.gru_machine import Machine, machine
+from tests.support.gru_running import VARIANTS, B, H, T, call_of, interpreted
 from tests.support.gru_training import ONE, TURNS, assert_alike, backward, choose, wanted_of
 from tests.support.plans import Always
 from tests.support.run import INTERPRETED
@@ -37,10 +39,11 @@ pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_gru_training.py has these on a GPU"),
 ]
 
-__all__ = ["backward", "interpreted"]
+__all__ = ["backward", "interpreted", "machine"]
 
 CHECKS = ("test_schema", "test_faketensor")  # for an operator without a gradient
 COUNTED = dataclasses.replace(ONE, exchange="counter")
+POLL = GruVariant("persistent", block_hidden=8, block_batch=8, exchange="poll")
 
 
 @pytest.mark.usefixtures("backward")
@@ -222,7 +225,7 @@ def test_layers_of_one_launch_train_as_pytorchs(
     leaves = [t.detach().clone().requires_grad_() for t in call.tensors]
     outputs = training.forward(dataclasses.replace(call, input=leaves[0], hx=leaves[1], weights=tuple(leaves[2:])))
     kept = [t for t in outputs[0].grad_fn.saved_tensors if t is not None and t.shape[-1] == 3 * call.hx.shape[2]]  # type: ignore[union-attr]
-    assert len([t for t in kept if t.dim() == 4]) == (not recompute), "the gates"
+    assert [tuple(t.shape[:-1]) for t in kept if t.dim() > 1] == [(T * B,)] * (not recompute), "the gates"
     given = tuple(torch.randn_like(out) for out in outputs)
     assert_alike(torch.autograd.grad(outputs, leaves, given), wanted_of(call, given))
 
@@ -584,6 +587,33 @@ def test_a_known_call_has_the_gradients_of_a_new_one(
     assert planned == ["planned"] * 3
     out, h_n = torch.gru(x, hx, weights, True, 1, 0.0, True, False, False)
     assert_alike(found, [g.double() for g in torch.autograd.grad(out.square().sum() + h_n.sum(), weights)])
+
+
+@pytest.mark.usefixtures("backward")
+@pytest.mark.parametrize("variant", [POLL, GruVariant()], ids=["one launch", "steps"])
+@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize("tf32", [False, True])
+def test_a_checkpoint_keeps_the_same_with_a_plan_and_without(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, variant: GruVariant, directions: int, *, tf32: bool
+) -> None:
+    """torch.utils.checkpoint runs a forward again, with the plan that the first run made, and compares what both keep."""
+    choose(monkeypatch, ONE)
+    monkeypatch.setattr(training, "why_not", lambda _call: None)
+    monkeypatch.setattr(run, "_parts", lambda call, **_: [(*run.spec_of(call, 1), Choice("winner", "", variant))])
+    if tf32:  # a kernel multiplies the input, in place of the library
+        monkeypatch.setattr("tuned.calls.gru.project.SMALL_PRODUCT", 0)
+    module = torch.nn.GRU(8, 16, bidirectional=directions == 2)
+    x, hx, weights = torch.randn(4, 3, 8), torch.randn(directions, 3, 16), tuple(module.parameters())
+    with torch.enable_grad():
+        theirs = [g.double() for g in torch.autograd.grad(module(x, hx)[0].square().sum(), weights)]
+        for _ in range(2):
+
+            def ours(x: torch.Tensor) -> Any:
+                return gru(x, hx, weights, bidirectional=directions == 2)[0]
+
+            out: Any = checkpoint(ours, x, use_reentrant=False)
+            assert_alike(torch.autograd.grad(out.square().sum(), weights), theirs)
+    assert machine.direct, "the forward that is run again finds a plan"
 
 
 def test_what_needs_no_gradient_or_is_captured_or_listened_to_takes_no_plan_of_training(

@@ -185,6 +185,21 @@ def _by_torch(x: Any, hx: Any, weights: Any, settings: tuple[Any, ...]) -> Resul
     return torch.gru(x, hx, weights, has_biases, layers, 0.0, train, bidirectional, batch_first)
 
 
+def kept_shape(spec: GruSpec, rows: int) -> tuple[int, ...]:
+    """The shape of the products of an input and its weights that a launch keeps for its gradient.
+
+    It is the same with a plan and without one: activation checkpointing compares what a forward keeps with what the forward that
+    it runs again keeps, and only the second of them may find a plan.
+    """
+    shape = (rows, 3 * spec.hidden)  # what torch.mm gives, so that a plan needs no view of it
+    return shape if spec.directions == 1 else (spec.directions, *shape)
+
+
+def of_cell(gates: torch.Tensor, cell: int) -> torch.Tensor:
+    """Of products in their ``kept_shape`` those of one direction."""
+    return gates if gates.dim() == 2 else gates[cell]  # noqa: PLR2004
+
+
 class Launched(NamedTuple):
     """One launch: the part of a call that it computed, and how; ``compiled`` is its kernel, or None."""
 
@@ -376,7 +391,7 @@ def _plan(launched: Launched, direct: Any) -> Callable[..., Any] | None:  # noqa
         maker((spec.layers - 1, *tokens, width), call.input),
     )
     make_counters = maker((counted,), call.input, torch.int32)
-    make_gates, make_h_n = maker((spec.directions, rows, 3 * hidden), call.input), maker(call.hx.shape, call.hx)
+    make_gates, make_h_n = maker(kept_shape(spec, rows), call.input), maker(call.hx.shape, call.hx)
     make_states = maker((spec.directions, recurrence.batch, hidden), call.input, _FLOAT32)
 
     def plan(x: Any, hx: Any, weights: Any, resets: Any = None, h_n: Any = None) -> Any:
@@ -398,7 +413,7 @@ def _plan(launched: Launched, direct: Any) -> Callable[..., Any] | None:  # noqa
                 elif product is not None:
                     product(flat, weights[direction * each], gates.data_ptr() + direction * of_direction)
                 else:
-                    project(flat, weights[direction * each], gates[direction], spec.precision)
+                    project(flat, weights[direction * each], of_cell(gates, direction), spec.precision)
         states_0 = hx.clone(memory_format=torch.contiguous_format) if copied else hx
         out, p_h = make_out(), states_0.data_ptr()
         h_n = make_h_n() if h_n is None else h_n
@@ -543,7 +558,7 @@ def _plan_by_library(call: GruCall, spec: GruSpec, recurrence: Recurrence, compi
     apart = recurrence.gates.stride(1) * spec.item  # bytes from the gates of one step to those of the next
     rows, features, turned = call.input.shape[:-1].numel(), call.input.shape[-1], call.batch_first
     make_out = maker((*call.input.shape[:-1], directions * hidden), call.input)
-    make_gates = maker((directions, rows, 3 * hidden), call.input)
+    make_gates = maker(kept_shape(spec, rows), call.input)
     make_products, make_h_n = maker((recurrence.batch, 3 * hidden), call.input), maker(call.hx.shape, call.hx)
 
     def plan(x: Any, hx: Any, weights: Any, _resets: Any = None, h_n: Any = None) -> Any:
@@ -555,10 +570,11 @@ def _plan_by_library(call: GruCall, spec: GruSpec, recurrence: Recurrence, compi
         by_time = out.transpose(0, 1) if turned else out
         for cell in range(directions):
             w_ih, w_hh, *biases = weights[cell * each : (cell + 1) * each]
-            project(flat, w_ih, gates[cell], spec.precision)
+            own = of_cell(gates, cell)
+            project(flat, w_ih, own, spec.precision)
             given, columns = (p_products, *[b.data_ptr() for b in biases]), w_hh.t()
             states = by_time[..., cell * hidden : (cell + 1) * hidden].unbind(0)
-            order, p_gates = range(seq), gates[cell].data_ptr()
+            order, p_gates = range(seq), own.data_ptr()
             state, (fire, function, head, rest) = hx[cell], first
             for t in reversed(order) if cell else order:
                 torch.mm(state, columns, out=products)

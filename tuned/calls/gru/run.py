@@ -19,7 +19,7 @@ from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.lengths import Lengths, lengths_of, steps_of
 from tuned.calls.gru.padding import Padding, launches_of, padding_of
-from tuned.calls.gru.plan import Launched, learn, learn_library, leave
+from tuned.calls.gru.plan import Launched, kept_shape, learn, learn_library, leave
 from tuned.calls.gru.project import by_library, of_both, project
 from tuned.calls.gru.wide import narrowed, silence, widened, widening_input_us, widening_us, wider_spec, width_of
 from tuned.calls.products import name_of, recurrent_precision
@@ -83,7 +83,7 @@ ALIGNED_BYTES = 16  # templates/gru_step.py.jinja assumes that rows are so align
 class Kept(NamedTuple):
     """What a gradient needs of a launch, besides its arguments and its output."""
 
-    gates: torch.Tensor  # [directions, *tokens, 3 * hidden]: the input times the weights of the lowest layer
+    gates: torch.Tensor  # in ``kept_shape``: the input times the weights of the lowest layer
     between: torch.Tensor | None  # [layers - 1, *tokens, hidden]: the outputs of the lower layers of a stack
 
 
@@ -661,7 +661,8 @@ def _recur(  # noqa: PLR0913 - a part of a call
     between = recurrence.between
     if between is not None and recurrence.out is not out:  # batch_first
         between = between.transpose(1, 2)
-    return out, Kept(gates, between), Launched(call, spec, variant, recurrence, compiled)
+    kept = Kept(gates.view(kept_shape(spec, len(rows))), between)
+    return out, kept, Launched(call, spec, variant, recurrence, compiled)
 
 
 def recurrence_of(  # noqa: PLR0913 - a part of a call, after the projection of its input

@@ -322,7 +322,7 @@ def gradients(
         output: of the forward.
         wanted: whether the gradient of input, of first states and of each weight is wanted.
         given: gradients of output and of h_n, None for none.
-        gates: ``[D, *tokens, 3 * H]``, the input times its weights; None if they were not kept.
+        gates: the input times its weights, ``3 * H`` for each direction and token; None if they were not kept.
     """
     device = call.input.device
     spec, size = run.spec_of(call, 1)
