@@ -231,6 +231,26 @@ def test_layers_of_one_launch_train_as_pytorchs(
 
 
 @pytest.mark.usefixtures("interpreted", "backward")
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("resets", [False, True])
+def test_several_gradients_may_be_asked_for_at_once(
+    monkeypatch: pytest.MonkeyPatch, layers: int, *, resets: bool
+) -> None:
+    """As torch.autograd.functional.jacobian(vectorize=True) does: then gradients have no memory that a kernel can read."""
+    call = call_of("dense", layers, resets=torch.rand(T, B) < 0.3 if resets else None)
+    choose(monkeypatch, ONE)
+    parts = [(*run.spec_of(call, 1), Choice("winner", "", VARIANTS["persistent"]))] * layers
+    monkeypatch.setattr(run, "_parts", lambda _call, **_: parts[:1] if _call.num_layers == 1 else parts)
+    leaves = [t.detach().clone().requires_grad_() for t in call.tensors]
+    outputs = training.forward(dataclasses.replace(call, input=leaves[0], hx=leaves[1], weights=tuple(leaves[2:])))
+    given = [torch.randn(4, *out.shape) for out in outputs]
+    found = torch.autograd.grad(outputs, leaves, given, is_grads_batched=True)
+    wanted = [wanted_of(call, (grad, last)) for grad, last in zip(*given, strict=True)]
+    assert_alike(found, [torch.stack(grads) for grads in zip(*wanted, strict=True)])
+    assert not any(grad.requires_grad for grad in found)
+
+
+@pytest.mark.usefixtures("interpreted", "backward")
 @pytest.mark.parametrize("tied", [False, True])  # one tensor is both biases, and the first states are computed from it
 def test_gradients_have_gradients_which_are_those_of_the_formula(
     monkeypatch: pytest.MonkeyPatch, *, tied: bool

@@ -243,8 +243,8 @@ class _Part(torch.autograd.Function):
             return *nothing, *(None,) * len(wanted)
         call = dataclasses.replace(ctx.settings, input=x, hx=hx, weights=tuple(weights), resets=resets)
         given = grad_output, grad_h_n
-        if torch.is_grad_enabled():
-            return *nothing, *_twice(call, wanted, given)
+        if torch.is_grad_enabled() or _are_batched(given):
+            return *nothing, *_without_cudnn(call, wanted, given, create_graph=torch.is_grad_enabled())
         if call.num_layers > 1 and between is None:
             return *nothing, *_by_torch(call, wanted, given)
         return *nothing, *_stack(call, [*(() if between is None else between), output], gates, wanted, given)
@@ -293,10 +293,21 @@ def _at_once(  # noqa: PLR0913 - a stack, what it kept and its gradients
     return None
 
 
-def _twice(call: GruCall, wanted: Sequence[bool], given: tuple[Any, Any]) -> Grads:
-    """Gradients that have gradients: by PyTorch's operators, which have them without cuDNN."""
+def _are_batched(given: tuple[Any, Any]) -> bool:
+    """Whether gradients have no memory that a kernel could read: they are several at once, as with ``is_grads_batched``."""
+    try:
+        for grad in given:
+            if grad is not None:
+                grad.data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _without_cudnn(call: GruCall, wanted: Sequence[bool], given: tuple[Any, Any], *, create_graph: bool) -> Grads:
+    """Gradients that have gradients, or several at once, by PyTorch's operators: cuDNN has neither."""
     with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
-        return _by_torch(call, wanted, given, create_graph=True)
+        return _by_torch(call, wanted, given, create_graph=create_graph)
 
 
 def _by_torch(call: GruCall, wanted: Sequence[bool], given: tuple[Any, Any], *, create_graph: bool = False) -> Grads:
