@@ -206,7 +206,8 @@ def _collected(trouble: Callable[[RecordError], None]) -> dict[str, Table]:
     for module in pkgutil.iter_modules(tuned.tables.__path__):
         if module.name[0] != "_":
             put(module.name, _shipped, module.name)
-    if (own := own_records()) is not None and own.is_dir():
+    # Not Path.is_dir(), which raises where a home may not be entered, as in a container whose user is not the owner of HOME.
+    if (own := own_records()) is not None and os.path.isdir(own):  # noqa: PTH112
         try:
             paths = folder_of_records(own)
         except RecordError as error:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import random
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -351,6 +352,25 @@ def test_a_record_under_a_name_that_is_not_its_device_is_told_of(
         assert found.variant == made.variant
     finally:
         tuned.lookup.table.tables.cache_clear()
+
+
+@pytest.mark.parametrize("error", [PermissionError, OSError])
+def test_a_home_that_may_not_be_entered_has_no_records(
+    error: type[OSError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container whose user is not the owner of HOME: no model may stop because of it."""
+    stat = os.stat
+
+    def refused(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if str(path).startswith(str(tmp_path)):
+            raise error(13 if error is PermissionError else 36, "refused", str(path))
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch.setattr(os, "stat", refused)
+        assert tuned.lookup.table.tables.__wrapped__()
 
 
 def test_a_row_timed_another_way_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
