@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import tuned.launching.plan
@@ -248,6 +249,33 @@ def test_several_gradients_may_be_asked_for_at_once(
     wanted = [wanted_of(call, (grad, last)) for grad, last in zip(*given, strict=True)]
     assert_alike(found, [torch.stack(grads) for grads in zip(*wanted, strict=True)])
     assert not any(grad.requires_grad for grad in found)
+
+
+@pytest.mark.usefixtures("interpreted", "backward")
+@pytest.mark.parametrize("by", ["forward mode", "vmap"])
+def test_gradients_have_tangents_and_are_mapped(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    """The forward ran before, by kernels: a kernel of the gradient would drop tangents."""
+    call = call_of()
+    choose(monkeypatch, ONE)
+    parts = [(*run.spec_of(call, 1), Choice("winner", "", VARIANTS["persistent"]))]
+    monkeypatch.setattr(run, "_parts", lambda _call, **_: parts)
+    leaves = [t.detach().clone().requires_grad_() for t in call.tensors]
+    outputs = training.forward(dataclasses.replace(call, input=leaves[0], hx=leaves[1], weights=tuple(leaves[2:])))
+    one, other = ([torch.randn_like(out) for out in outputs] for _ in range(2))
+
+    def gradients(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(outputs, leaves, given, retain_graph=True)
+
+    wanted, of_other = (wanted_of(call, tuple(given)) for given in (one, other))
+    if by == "vmap":
+        found = torch.func.vmap(gradients)(*map(torch.stack, zip(one, other, strict=True)))
+        assert_alike(found, [torch.stack(pair) for pair in zip(wanted, of_other, strict=True)])
+        return
+    with forward_ad.dual_level():
+        duals = map(forward_ad.unpack_dual, gradients(*map(forward_ad.make_dual, one, other)))
+        primals, tangents = zip(*duals, strict=True)
+    assert_alike(primals, wanted)
+    assert_alike(tangents, of_other)  # gradients are linear in what is given
 
 
 @pytest.mark.usefixtures("interpreted", "backward")

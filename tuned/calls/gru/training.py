@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from tuned.calls.gru import eager, run, slower
 from tuned.calls.gru.arguments import GruCall
@@ -32,6 +33,7 @@ from tuned.families.gru_backward import FAMILY as BACKWARD
 from tuned.families.gru_backward.launches import PARTS, RecurrenceGradient, counters_needed
 from tuned.families.products import DTYPES
 from tuned.launching import library, residents
+from tuned.launching.plan import transforms_active
 from tuned.launching.rehearsal import NotedError, listening
 from tuned.lookup import misses
 from tuned.lookup.gpu import gpu_of, why_eager
@@ -243,8 +245,8 @@ class _Part(torch.autograd.Function):
             return *nothing, *(None,) * len(wanted)
         call = dataclasses.replace(ctx.settings, input=x, hx=hx, weights=tuple(weights), resets=resets)
         given = grad_output, grad_h_n
-        if torch.is_grad_enabled() or _are_batched(given):
-            return *nothing, *_without_cudnn(call, wanted, given, create_graph=torch.is_grad_enabled())
+        if torch.is_grad_enabled() or _are_more_than_memory(given):
+            return *nothing, *_without_cudnn(call, wanted, given)
         if call.num_layers > 1 and between is None:
             return *nothing, *_by_torch(call, wanted, given)
         return *nothing, *_stack(call, [*(() if between is None else between), output], gates, wanted, given)
@@ -293,8 +295,13 @@ def _at_once(  # noqa: PLR0913 - a stack, what it kept and its gradients
     return None
 
 
-def _are_batched(given: tuple[Any, Any]) -> bool:
-    """Whether gradients have no memory that a kernel could read: they are several at once, as with ``is_grads_batched``."""
+def _are_more_than_memory(given: tuple[Any, Any]) -> bool:
+    """Whether a kernel, which reads memory, would lose a part of these gradients, or find none in memory.
+
+    Gradients have tangents in forward mode. They are several at once with ``is_grads_batched``, and under torch.vmap.
+    """
+    if forward_ad._current_level >= 0 or transforms_active():  # noqa: SLF001
+        return True
     try:
         for grad in given:
             if grad is not None:
@@ -304,8 +311,10 @@ def _are_batched(given: tuple[Any, Any]) -> bool:
     return False
 
 
-def _without_cudnn(call: GruCall, wanted: Sequence[bool], given: tuple[Any, Any], *, create_graph: bool) -> Grads:
-    """Gradients that have gradients, or several at once, by PyTorch's operators: cuDNN has neither."""
+def _without_cudnn(call: GruCall, wanted: Sequence[bool], given: tuple[Any, Any]) -> Grads:
+    """Gradients that have gradients or tangents, or several at once: by PyTorch's operators, which have them without cuDNN."""
+    # Under torch.func no tensor can be set to need a gradient, as a graph of its own would do.
+    create_graph = torch.is_grad_enabled() or transforms_active()
     with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
         return _by_torch(call, wanted, given, create_graph=create_graph)
 
