@@ -6,6 +6,7 @@ import json
 import keyword
 import os
 import re
+import shlex
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -79,6 +80,7 @@ def write_family(name: str, folder: Path) -> list[Path]:
             "NAME": name,
             "TUNE_COMMAND": TUNE,
             "RENDER_COMMAND": PROGRAM,
+            "FAMILY_FILE": shlex.quote(str(folder / f"{name}.py")),
             "TUNE_ARGUMENTS": RUN,
         }.items():
             filled = filled.replace(word, value)
