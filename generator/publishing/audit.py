@@ -176,11 +176,12 @@ def _again(rows: list[Winner]) -> str:
 
 def _files() -> Iterator[str]:
     wanted = generated_files()
+    mend = "install this package again" if INSTALLED and not OUTSIDE else f"{PROGRAM} --render"
     for name, text in wanted.items():
         path = HOME / name
         if not path.exists():
-            yield f"{HOME.name}/{name} is missing: python tune.py --render"
-        elif path.read_text() != text:
-            yield f"{HOME.name}/{name} is not what the templates and records give: python tune.py --render"
+            yield f"{HOME.name}/{name} is missing: {mend}"
+        elif path.read_text(encoding="utf-8") != text:
+            yield f"{HOME.name}/{name} is not what the templates and records give: {mend}"
     for name in belonging_to_nothing(wanted):
-        yield f"{HOME.name}/{name} belongs to nothing: python tune.py --render"
+        yield f"{HOME.name}/{name} belongs to nothing: {mend}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import subprocess
 import types
 from typing import TYPE_CHECKING, Any
@@ -280,6 +281,18 @@ def test_what_is_committed_of_the_examples_is_theirs(tmp_path: Path, name: str) 
     assert "0 to do" in done.stdout or "every row and every generated file is up to date" in done.stdout
 
 
+def test_what_check_tells_to_run_renders_this_family(tmp_path: Path) -> None:
+    """Without --family the command would render the package's kernels."""
+    file = copied("softmax", tmp_path)
+    told = [line for line in tune(tmp_path, "--family", file.name, "--check").stdout.splitlines() if "--render" in line]
+    assert len(told) == 3, told
+    for line in told:
+        arguments = shlex.split(line.partition("python tune.py ")[2])
+        assert arguments == ["--family", str(file), "--render"]
+    assert tune(tmp_path, *arguments).returncode == 0
+    assert "--render" not in tune(tmp_path, "--family", file.name, "--check").stdout
+
+
 def test_mistakes_are_sentences(tmp_path: Path) -> None:
     for arguments, said in (
         (("--family", "absent.py", "--list"), "there is no such file"),
@@ -308,6 +321,14 @@ def test_a_new_family_works_and_so_do_its_tests(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "are there already, and kept" in done.stderr
     assert (tmp_path / "mine" / "mine.py").read_text() == kept
+
+
+def test_the_page_of_a_new_family_names_the_file_where_it_lies(tmp_path: Path) -> None:
+    folder = tmp_path / "families of mine"
+    write_family("mine", folder)
+    lines = (folder / "README.md").read_text().splitlines()
+    commands = [shlex.split(line.partition("#")[0]) for line in lines if line.startswith("    python tune.py")]
+    assert [command[command.index("--family") + 1] for command in commands] == [str(folder / "mine.py")] * 2
 
 
 def test_an_entry_point_names_a_family(tmp_path: Path) -> None:

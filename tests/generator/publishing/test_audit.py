@@ -160,3 +160,14 @@ def test_landscapes_of_another_text_are_worth_recording_again(tmp_path: Path, mo
     (new,) = [finding for finding in found(tmp_path) if finding not in before]
     assert new[0] == "soft"
     assert new[1].endswith(f"python tune.py landscape {one.problem.name}")
+
+
+def test_an_installed_package_that_is_damaged_is_installed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There --render is refused."""
+    monkeypatch.setattr(audit, "HOME", tmp_path)
+    monkeypatch.setattr(audit, "INSTALLED", True)
+    found = list(audit._files())
+    assert found
+    assert all(text.endswith(": install this package again") for text in found)
