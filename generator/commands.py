@@ -543,7 +543,7 @@ def check_marks(path: Path, mark: str) -> None:
         OSError: the file cannot be read.
     """
     with naming(path):
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8", errors="replace")
     if any(text.count(f"<!-- {mark}:{end} -->") != 1 for end in ("begin", "end")):
         raise SelectionError(
             f"--write {path} must have the marks <!-- {mark}:begin --> and <!-- {mark}:end -->, once each"

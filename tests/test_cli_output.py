@@ -309,6 +309,13 @@ def test_a_place_that_cannot_be_used_is_one_sentence(
     assert "TUNED_TABLES" not in done.output, "which the user did not set"
 
 
+def test_a_file_that_is_no_text_has_no_marks(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_bytes(b"\xff\x00")
+    done = call("replay", "--write", str(tmp_path / "page.md"))
+    assert done.exit_code == 2
+    assert "page.md must have the marks" in words(done)
+
+
 def test_a_file_is_no_folder_of_records(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = call("--out", str(tmp_path / "file"), "--list")

@@ -14,6 +14,8 @@ from typing import Any
 import jinja2
 import jinja2.ext
 
+from tuned.families.outside import FamilyError
+
 from ..disk import write_if_different
 from ..families.text import Text
 from ..places import FAMILY, TEMPLATES, cache_folder
@@ -33,8 +35,16 @@ class Kernel:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digest of the syntax tree, which comments and docstrings do not change. It takes longer than rendering."""
-        return digest(self.source)
+        """Digest of the syntax tree, which comments and docstrings do not change. It takes longer than rendering.
+
+        Raises:
+            FamilyError: the source is not Python; the templates of this tree are tested, so a user's template is wrong.
+        """
+        try:
+            return digest(self.source)
+        except SyntaxError as error:
+            line = f"line {error.lineno}: {(error.text or '').strip()}"
+            raise FamilyError(f"the template of {self.name} gives no Python, {line} ({error.msg})") from error
 
 
 class _IndentedIncludes(jinja2.ext.Extension):
@@ -65,9 +75,16 @@ def _environment() -> jinja2.Environment:
 
 
 def render(template: str, name: str, spec: Any, variant: Any) -> Kernel:
-    """The kernel ``name`` that ``template`` gives for ``spec`` and ``variant``; the same arguments, the same bytes."""
-    source = _environment().get_template(f"{template}.py.jinja").render(spec=spec, variant=variant)
-    source = source.replace(NAME, name)
+    """The kernel ``name`` that ``template`` gives for ``spec`` and ``variant``; the same arguments, the same bytes.
+
+    Raises:
+        FamilyError: the template is not UTF-8.
+    """
+    file = f"{template}.py.jinja"
+    try:
+        source = _environment().get_template(file).render(spec=spec, variant=variant).replace(NAME, name)
+    except UnicodeDecodeError as error:
+        raise FamilyError(f"the template {file} is no UTF-8 text: {error}") from error
     return Kernel(name, source)
 
 

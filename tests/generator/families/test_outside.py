@@ -293,6 +293,20 @@ def test_what_check_tells_to_run_renders_this_family(tmp_path: Path) -> None:
     assert "--render" not in tune(tmp_path, "--family", file.name, "--check").stdout
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(b"import triton\ndef KERNEL(:\n", "gives no Python, line 2: def softmax_split(:"), (b"# \xe9", "no UTF-8 text")],
+)
+def test_a_template_that_gives_no_python_is_a_sentence(tmp_path: Path, text: bytes, said: str) -> None:
+    file = copied("softmax", tmp_path)
+    file.with_name("softmax.py.jinja").write_bytes(text)
+    done = tune(tmp_path, "--family", file.name, "--render")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("tune.py: the template ")
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_mistakes_are_sentences(tmp_path: Path) -> None:
     for arguments, said in (
         (("--family", "absent.py", "--list"), "there is no such file"),
