@@ -697,8 +697,9 @@ def submitted_device(wanted: str, folder: Path | None) -> str:
         found = named(wanted, there)
     if len(found) != 1 or found[0] not in there:
         meant = f"the record of {found[0]}" if len(found) == 1 else "one record"
+        where = folder or (f"{OWN} and {WINNERS}" if OWN else WINNERS)
         raise SelectionError(
-            f"--gpu {wanted} must mean {meant} in {folder or OWN or WINNERS}, which has {', '.join(there) or 'none'}: name one, or "
+            f"--gpu {wanted} must mean {meant} in {where}, which has {', '.join(there) or 'none'}: name one, or "
             f"run {TUNE} --gpu auto first"
         )
     return found[0]

@@ -17,6 +17,7 @@ from generator.measuring.compile import Resources
 from generator.publishing import archive, contribution
 from generator.publishing.archive import MANIFEST, packed, signed, unpacked
 from generator.publishing.contribution import KERNELS, WITH, Verdict, kernels_of, made, sample_of, verdict
+from generator.selection import SelectionError
 from generator.storage.record import WINNERS, read_record, save_winner
 from tests.support.command_line import call
 from tests.support.fakes import FakeCompiler
@@ -385,6 +386,16 @@ def test_without_a_gpu_the_record_that_ships_is_not_taken_for_ones_own(folder: P
     assert done.exit_code == 2
     assert "--gpu auto must mean one record" in done.output
     assert "run python tune.py --gpu auto first" in " ".join(done.output.split())
+
+
+def test_an_installed_program_names_both_folders_that_it_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said that the records that ship lie in the user's own folder, which need not exist."""
+    monkeypatch.setattr(gpu, "gather", lambda: Facts("2.11.0", "12.8"))
+    monkeypatch.setattr(commands, "OWN", tmp_path / "own")
+    with pytest.raises(SelectionError, match=f"in {tmp_path / 'own'} and {commands.WINNERS}, which has"):
+        commands.submitted_device("auto", None)
 
 
 def test_a_family_of_ones_own_is_not_submitted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
