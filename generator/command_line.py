@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import importlib
 import importlib.metadata
 import importlib.util
@@ -176,10 +177,14 @@ def run(name: str, command: Callable[[Any], int], as_json: bool = False) -> NoRe
     except BrokenPipeError:
         raise
     except OSError as full:
-        errors.print(f"{NAME}: stdout cannot be written: {full.strerror}", style="red", markup=False, highlight=False)
-        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - else Python writes the rest when it ends
+        _stdout_is_full(full)
         raise typer.Exit(1) from None
     raise typer.Exit(code)
+
+
+def _stdout_is_full(error: OSError) -> None:
+    errors.print(f"{NAME}: stdout cannot be written: {error.strerror}", style="red", markup=False, highlight=False)
+    sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - else Python writes the rest when it ends
 
 
 @contextlib.contextmanager
@@ -232,6 +237,13 @@ def folder(name: str) -> Path:
     if path.exists() and not path.is_dir():
         raise typer.BadParameter(f"--out must be a folder, of records, got {path}, which is none")
     return path
+
+
+def named(name: str) -> Path:
+    """The file or folder of an option; an empty name, such as an unset shell variable, would be the current folder."""
+    if not name:
+        raise typer.BadParameter("it must name a file or a folder, got an empty name: . is the current folder")
+    return Path(name)
 
 
 # Typer reads these annotations when the program runs, on Python 3.10 too.
@@ -418,7 +430,9 @@ def show(
         str | None,
         typer.Option("--gpu", "--device", help="Whose winner. [default: nvidia_h200, or the first record]"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(parser=named, metavar="PATH", help="Write to this file instead of the terminal.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write the winner of PROBLEM as one self-contained Triton file, to paste into another project."""
@@ -430,7 +444,7 @@ def show(
 def new_family(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="Its name, as of a Python module.")],
-    out: Annotated[Path | None, typer.Option(help="The folder. [default: NAME]")] = None,
+    out: Annotated[Path | None, typer.Option(parser=named, metavar="PATH", help="The folder. [default: NAME]")] = None,
     as_json: Json = False,
 ) -> None:
     """Write a kernel family of your own that works, with its template and tests, to begin with."""
@@ -446,7 +460,9 @@ def report(
         str | None,
         typer.Option("--gpu", "--device", help="Whose record. [default: nvidia_h200, or the first one]"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The file. [default: report-DEVICE.html]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(parser=named, metavar="PATH", help="The file. [default: report-DEVICE.html]")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write what is known of a device as one HTML file: winners, floor, peers, knobs, failures; it needs no network."""
@@ -498,11 +514,16 @@ def replay(  # noqa: PLR0913 - one parameter an option
     plain: Annotated[
         bool, typer.Option(help="Also run Optuna's own samplers unmodified, which takes a minute.")
     ] = True,
-    write: Annotated[Path | None, typer.Option(help="Put the table between the marks of this file too.")] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(parser=named, metavar="PATH", help="Put the table between the marks of this file too."),
+    ] = None,
     foreign: Annotated[
         Path | None,
         typer.Option(
-            help="On others' kernels instead: a folder of cache files of Kernel Tuner, spaces measured whole."
+            parser=named,
+            metavar="PATH",
+            help="On others' kernels instead: a folder of cache files of Kernel Tuner, spaces measured whole.",
         ),
     ] = None,
     as_json: Json = False,
@@ -527,8 +548,14 @@ def submit(  # noqa: PLR0913 - one parameter an option
     gpu: Annotated[
         str | None, typer.Option(help="Whose record: auto (the first GPU here), an index, or part of a record's name.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder of the record. [default: the package's]")] = None,
-    to: Annotated[Path | None, typer.Option(help="The folder for the archive. [default: contributions]")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=folder, metavar="DIRECTORY", help="The folder of the record. [default: the package's]"),
+    ] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(parser=named, metavar="PATH", help="The folder for the archive. [default: contributions]"),
+    ] = None,
     kernels: Annotated[int, typer.Option(min=0, help="Compile the kernels of at most so many rows.")] = 24,
     as_json: Json = False,
 ) -> None:
@@ -561,7 +588,10 @@ def check_submission(
     context: typer.Context,
     archive: Annotated[Path, typer.Argument(help="What submit wrote.")],
     to: Annotated[
-        Path | None, typer.Option(help="If it is accepted, put its record into this folder, for TUNED_TABLES.")
+        Path | None,
+        typer.Option(
+            parser=named, metavar="PATH", help="If it is accepted, put its record into this folder, for TUNED_TABLES."
+        ),
     ] = None,
     kernels: Annotated[int, typer.Option(min=0, help="Compile the kernels of at most so many rows.")] = 24,
     as_json: Json = False,
@@ -598,7 +628,11 @@ def landscape(
     problems: Annotated[str, typer.Argument(help="Names or patterns, with commas between.")],
     out: Annotated[
         Path | None,
-        typer.Option(help="The folder of the landscapes. [default: that of those that ship with the source]"),
+        typer.Option(
+            parser=named,
+            metavar="PATH",
+            help="The folder of the landscapes. [default: that of those that ship with the source]",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -669,4 +703,10 @@ def program() -> None:
         sys.exit(1)
     _started = True
     os.environ.pop("TRITON_INTERPRET", None)  # the processes that compile and measure inherit this environment
-    app(prog_name=NAME)
+    try:
+        app(prog_name=NAME)
+    except OSError as full:  # of --help, which Typer prints: a command tells its own errors
+        if full.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        _stdout_is_full(full)
+        sys.exit(1)

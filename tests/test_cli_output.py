@@ -309,6 +309,39 @@ def test_a_place_that_cannot_be_used_is_one_sentence(
     assert "TUNED_TABLES" not in done.output, "which the user did not set"
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("show", ONE, "--out"),
+        ("report", "--out"),
+        ("new-family", "mine", "--out"),
+        ("submit", "--to"),
+        ("submit", "--out"),
+        ("check-submission", "rows.zip", "--to"),
+        ("landscape", ONE, "--out"),
+        ("replay", "--write"),
+        ("replay", "--foreign"),
+    ],
+    ids=" ".join,
+)
+def test_an_empty_name_is_not_the_current_folder(
+    asked: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes from an unset variable of a shell; files were written into the current folder."""
+    monkeypatch.chdir(tmp_path)
+    done = call(*asked, "")
+    assert done.exit_code == 2
+    assert "got an empty name: . is the current" in words(done)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", ["--help", "show --help", "show llama3_8b_2x4096 --json"])
+def test_a_full_stdout_is_a_sentence(arguments: str) -> None:
+    command = ["sh", "-c", f"exec {sys.executable} tune.py {arguments} >/dev/full"]
+    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "tune.py: stdout cannot be written: No space left on device\n")
+
+
 def test_a_file_that_is_no_text_has_no_marks(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_bytes(b"\xff\x00")
     done = call("replay", "--write", str(tmp_path / "page.md"))
