@@ -76,6 +76,10 @@ class Options:
 def tune(options: Options, console: Console) -> int:
     """Tune on the GPU of this machine; without a GPU, or for a named target, compile, check and estimate."""
     problems = select(options.family, options.problems, folder=options.out)
+    if not problems:  # a file without lines: there is nothing to compile, measure or estimate
+        put(problems=[])
+        say(console, f"nothing to tune: {options.problems} names no problem")
+        return 0
     if options.target is not None:
         return estimate(options, options.target, console)
     indices: list[int] = []

@@ -43,6 +43,20 @@ __all__ = ["machine"]
 ROOT = Path(command_line.__file__).parents[1]
 
 
+@pytest.mark.parametrize("where", [(), ("--target", "a100")])
+def test_a_file_without_problems_is_nothing_to_do(where: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "misses.jsonl").touch()
+    done = call(*where, "--problems", str(tmp_path / "misses.jsonl"))
+    assert done.exit_code == 0
+    assert done.output == f"nothing to tune: {tmp_path}/misses.jsonl names no problem\n"
+
+
+def test_a_file_that_no_model_wrote_may_mean_that_every_problem_has_a_row(tmp_path: Path) -> None:
+    done = call("--problems", str(tmp_path / "misses.jsonl"))
+    assert done.exit_code == 2
+    assert "writes it, unless each of its problems has a row" in done.output
+
+
 # --- lists ----------------------------------------------------------------------------------------------------------
 
 
