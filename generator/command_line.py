@@ -21,17 +21,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import typer
-from rich.console import Console
-
 from tuned.lookup.place import CHECKOUT
 
-from .failures import INTERRUPTED
+from .failures import INTERRUPTED, not_installed
+
+NAME = "tune.py" if CHECKOUT else "tuned"  # of the program, in its messages
+try:
+    import typer
+    from rich.console import Console
+except ModuleNotFoundError as missing:
+    sys.exit(f"{NAME}: {not_installed(missing.name)}")
 
 # Set before numpy is imported: matrices of a hundred rows are slower on 32 threads, and the compilers need these.
 for library in ("OMP", "OPENBLAS", "MKL"):
     os.environ.setdefault(f"{library}_NUM_THREADS", "1")
-NAME = "tune.py" if CHECKOUT else "tuned"  # of the program, in its messages
 if os.environ.get("COLUMNS") == "0":  # some terminals set 0 for an unknown width: Rich would print nothing
     del os.environ["COLUMNS"]
 console = Console()
@@ -211,6 +214,11 @@ def _code(command: Callable[[Any], int]) -> tuple[int, str | None]:
     except KeyboardInterrupt:
         errors.print(f"{NAME}: interrupted", style="red", markup=False, highlight=False)
         return INTERRUPTED, "interrupted"
+    except ModuleNotFoundError as missing:
+        errors.print(
+            f"{NAME}: {not_installed(missing.name)}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
+        return 1, not_installed(missing.name)
     except TypeError as error:
         from tuned.families.outside import FamilyError  # noqa: PLC0415
 

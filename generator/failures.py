@@ -7,6 +7,8 @@ all.
 
 from __future__ import annotations
 
+import sys
+
 INTERRUPTED = 130  # the exit code of Ctrl-C, as a shell gives it
 LOST_WORKER = "lost the worker: "  # how the search begins the reason when a variant ended its worker
 LOST_COMPILER = "the compiler was lost: "  # how generator.processes.compiler begins it when its process was lost
@@ -23,6 +25,14 @@ BY_LOAD = (
 
 class TuningError(Exception):
     """Nothing could be tuned; the message says why, and the way out."""
+
+
+def not_installed(module: str | None) -> str:
+    """The sentence for a module that tuning needs and this Python lacks."""
+    return (
+        f"{module} is not installed for {sys.executable}. In a checkout make tune sets up .venv, which . .venv/bin/activate "
+        "chooses; elsewhere pip install '.[tune]' brings it"
+    )
 
 
 def times_to_be_a_fact(reason: str) -> int:

@@ -43,6 +43,25 @@ __all__ = ["machine"]
 ROOT = Path(command_line.__file__).parents[1]
 
 
+def test_a_python_without_what_tuning_needs_is_told_where_it_is() -> None:
+    """make tune does not activate .venv: the next command is often run by the system's Python."""
+    done = python("-S", "tune.py", "--list", cwd=ROOT, environment={**os.environ, "PYTHONPATH": ""}, new=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        f"tune.py: typer is not installed for {sys.executable}. In a checkout make tune sets up"
+    )
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_environment_with_typer_alone_is_told_the_same() -> None:
+    """Other packages bring Typer and Rich, and few bring Optuna."""
+    code = "import sys; sys.modules['optuna'] = None; from generator.command_line import program; program()"
+    done = python("-c", code, "--list", cwd=ROOT, new=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"tune.py: optuna is not installed for {sys.executable}. In a checkout")
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("where", [(), ("--target", "a100")])
 def test_a_file_without_problems_is_nothing_to_do(where: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "misses.jsonl").touch()
