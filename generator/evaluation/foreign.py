@@ -7,6 +7,7 @@ import dataclasses
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def load_foreign(path: Path, name: str | None = None) -> Foreign:
         raw = path.read_bytes()
         content = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
         return _foreign(content, name or _bare(path.name))
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise LandscapeError(
             f"{path} cannot be read as a cache file of Kernel Tuner, which is JSON with tune_params and cache: {what}"

@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import math
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..problem import Problem
 from ..rendering.structures import fresh
 
 SCHEMA = 1
+AGAIN = f"record it again, {PROGRAM} landscape, or delete it"
 
 
 class LandscapeError(ValueError):
@@ -90,12 +92,18 @@ def load(path: Path) -> Landscape:
     """
     try:
         content = json.loads(gzip.decompress(path.read_bytes()))
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise LandscapeError(f"{path.name} cannot be read as gzipped JSON: {error}") from error
-    if content.get("format") != "tuned-landscape" or content.get("schema") != SCHEMA:
-        raise LandscapeError(f"{path.name} is no landscape of schema {SCHEMA}: record it again, {PROGRAM} landscape")
-    family = FAMILIES[content["family"]]
-    spec, size = family.spec_type(**content["spec"]), family.size_type(**content["size"])
+    head = (content.get("format"), content.get("schema")) if isinstance(content, dict) else ()
+    if head != ("tuned-landscape", SCHEMA):
+        raise LandscapeError(f"{path.name} is no landscape of schema {SCHEMA}: {AGAIN}")
+    family = FAMILIES.get(content["family"])
+    if family is None:
+        raise LandscapeError(f"{path.name} is of another family: {AGAIN}")
+    try:
+        spec, size = family.spec_type(**content["spec"]), family.size_type(**content["size"])
+    except (TypeError, ValueError) as error:  # one of a user's family, whose fields have changed since
+        raise LandscapeError(f"{path.name} is of another spec or size: {AGAIN} ({error})") from error
     problem = Problem(content["name"], content["family"], spec, size)
 
     # Numbers of variants follow the order of declaration, but the file's keys are sorted. A newer knob had its default.

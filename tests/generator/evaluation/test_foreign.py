@@ -141,6 +141,9 @@ def test_a_file_that_is_none_says_so_in_one_sentence(tmp_path: Path, bytes_: byt
     with pytest.raises(LandscapeError, match=r"gpu\.json cannot be read as a cache file of Kernel Tuner") as caught:
         foreign.load_foreign(path)
     assert why in str(caught.value)
+    path.with_suffix(".json.gz").write_bytes(gzip.compress(bytes_)[:10] + b"\xff" * 20)
+    with pytest.raises(LandscapeError, match=r"gpu\.json\.gz cannot be read as a cache file of Kernel Tuner"):
+        foreign.load_foreign(path.with_suffix(".json.gz"))
     assert commands.refusal(caught.value) == (str(caught.value), 1)
 
 

@@ -247,13 +247,33 @@ def test_a_landscape_of_variants_that_are_no_more_leaves_them_out(tmp_path: Path
 
 @pytest.mark.parametrize(
     "bytes_",
-    [b"", b"not gzip", gzip.compress(b"{"), gzip.compress(b'{"format": "other"}')],
-    ids=["empty", "not gzip", "torn", "foreign"],
+    [
+        b"",
+        b"not gzip",
+        gzip.compress(b"{"),
+        gzip.compress(b'{"format": "other"}'),
+        gzip.compress(b"[]"),
+        gzip.compress(b"{}")[:10] + b"\xff" * 20,
+    ],
+    ids=["empty", "not gzip", "torn", "foreign", "a list", "damaged"],
 )
 def test_a_file_that_is_no_landscape_says_so(tmp_path: Path, bytes_: bytes) -> None:
     path = tmp_path / "x.json.gz"
     path.write_bytes(bytes_)
     with pytest.raises(LandscapeError, match=r"x\.json\.gz"):
+        load(path)
+
+
+@pytest.mark.parametrize(("part", "values"), [("spec", {"none": 1}), ("size", {}), ("family", "none")])
+def test_a_landscape_of_a_family_that_has_changed_says_so(tmp_path: Path, part: str, values: Any) -> None:
+    """Such as one of a user's family whose Spec got a field."""
+    path = save(recorded()[0], tmp_path)
+    content = json.loads(gzip.decompress(path.read_bytes())) | {part: values}
+    path.write_bytes(gzip.compress(json.dumps(content).encode()))
+    with pytest.raises(
+        LandscapeError,
+        match=r"\.json\.gz is of another (spec or size|family): record it again, .*landscape, or delete it",
+    ):
         load(path)
 
 
