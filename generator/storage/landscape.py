@@ -79,7 +79,8 @@ def save(landscape: Landscape, folder: Path) -> Path:
         "registers": {_number(v, declared): n for v, n in landscape.registers.items()},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{problem.name}.json.gz"
+    name = problem.name.replace("/", "%2F")  # a user's problem may be called so
+    path = folder / f"{name}.json.gz"
     write_whole(path, gzipped(json.dumps(content, separators=(",", ":"), sort_keys=True).encode()))
     return path
 

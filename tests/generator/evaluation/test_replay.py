@@ -234,6 +234,14 @@ def test_a_landscape_has_every_legal_variant_and_comes_back_from_its_file(tmp_pa
     assert save(again, tmp_path).read_bytes() == first, "the same landscape, the same bytes"
 
 
+def test_a_slash_in_the_name_of_a_problem_is_no_folder(tmp_path: Path) -> None:
+    """A user's family may call its problems so; each variant was measured before the file could not be written."""
+    found = recorded()[0]
+    path = save(dataclasses.replace(found, problem=dataclasses.replace(found.problem, name="../8 x 4/half")), tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert load(path).problem.name == "../8 x 4/half"
+
+
 def test_a_landscape_of_variants_that_are_no_more_leaves_them_out(tmp_path: Path) -> None:
     path = save(recorded()[0], tmp_path)
     content = json.loads(gzip.decompress(path.read_bytes()))
