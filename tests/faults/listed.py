@@ -1952,6 +1952,7 @@ RESETS = (
 K_NORM, C_NORM = "tests/kernels/test_rope_norm.py::", "tests/tuned/calls/test_rope_norm.py::"
 LOOPED = "test_programs_that_take_tile_after_tile_are_right"
 C_FORMATS = "tests/tuned/calls/test_rope_formats.py::"
+CHUNKED = "test_heads_in_chunks_are_right"
 RIGHT, SUMS = "test_every_text_and_setting_is_right", "test_the_weights_gradients_are_sums_over_all_tokens"
 
 NORM = (
@@ -1975,7 +1976,7 @@ NORM = (
     ),
     Fault(
         "tiles_that_no_program_takes",
-        "templates/rope.py.jinja",
+        "templates/rope_norm_tiles.py.jinja",
         "for i_tile in tl.range(i_tile_0, token_tiles * batch, turns, num_stages=STAGES):",
         "for i_tile in tl.range(i_tile_0, token_tiles * batch, 2 * turns, num_stages=STAGES):",
         (K_NORM + LOOPED + "[head-False-8]", K_NORM + LOOPED + "[all-True-8]"),
@@ -1992,7 +1993,7 @@ NORM = (
     ),
     Fault(
         "norm_leaves_the_tail",
-        "templates/rope_tile.py.jinja",
+        "templates/rope_turned.py.jinja",
         "b_tail = _scaled(tail_32, reciprocal, w_tail, first.dtype, ROUNDING).to({{ spec.tail_dtype }})",
         "b_tail = raw_tail",
         (K_NORM + RIGHT + "[1]",),
@@ -2062,25 +2063,63 @@ NORM = (
     Fault(
         "tiles_of_a_weights_gradient_overwritten",
         "templates/rope_norm_backward.py.jinja",
-        "sum_second += z_second * b_second",
-        "sum_second = z_second * b_second",
-        (K_NORM + SUMS + "[1-8-2-all]",),
+        "sum_second + z_second * b_second",
+        "0.0 * sum_second + z_second * b_second",
+        (
+            K_NORM + SUMS + "[1-8-2-all-0]",
+            K_NORM + SUMS + "[1-8-2-all-2]",
+        ),
         "Half of the gradient of a norm's weight is that of each program's last tokens.",
         render=True,
     ),
     Fault(
         "tail_of_a_weights_gradient_lost",
         "templates/rope_norm_backward.py.jinja",
-        "sum_tail += z_tail * tail_32",
-        "sum_tail += z_tail * 0.0",
-        (K_NORM + SUMS + "[3-4-2-head]",),
+        "tail_sums[chunk] + z_tail * tail_32",
+        "tail_sums[chunk] + z_tail * 0.0",
+        (K_NORM + SUMS + "[3-4-2-head-0]",),
         "The weights of features that do not rotate are not trained.",
         render=True,
     ),
     Fault(
+        "chunk_of_both_counted_for_the_query",
+        "templates/rope_norm_chunks.py.jinja",
+        "if FIRST + i_row.shape[0] <= HEADS:",
+        "if FIRST < HEADS:",
+        (K_NORM + CHUNKED + "[0]", K_NORM + SUMS + "[1-8-2-all-2]"),
+        "A query is normalised with heads of the key that share a chunk with it.",
+        render=True,
+    ),
+    Fault(
+        "key_in_chunks_normed_as_the_query",
+        "templates/rope_chunks.py.jinja",
+        "squares = tl.where((i_row < HEADS)[None, :], of_query[:, None], of_key[:, None])",
+        "squares = of_query[:, None] + tl.zeros([BLOCK_TOKENS, BLOCK_HEADS], tl.float32)",
+        (K_NORM + CHUNKED + "[0]",),
+        "The key of OLMo 2 has the query's norm.",
+        render=True,
+    ),
+    Fault(
+        "gradient_of_a_key_in_chunks_along_the_query",
+        "templates/rope_norm_backward.py.jinja",
+        "row_along = tl.where(m_query, along[:, None], along_key[:, None])",
+        "row_along = along[:, None] + tl.zeros([BLOCK_TOKENS, BLOCK_HEADS], tl.float32)",
+        (K_NORM + CHUNKED + "[12]",),
+        "The gradient of OLMo 2's key takes out what belongs to the query.",
+        render=True,
+    ),
+    Fault(
+        "gradient_holds_more_than_registers_do",
+        "tuned/families/rope/variant.py",
+        "LEAST_CHUNK, MOST_CHUNK, MOST_HELD = 4, 16, 24",
+        "LEAST_CHUNK, MOST_CHUNK, MOST_HELD = 4, 16, 32",
+        ("tests/tuned/families/test_rope_variant.py::test_chunks_are_tried_where_several_have_room",),
+        "Gradients of 64 heads in chunks of 16 spill registers.",
+    ),
+    Fault(
         "gradient_of_a_norm_without_its_projection",
         "templates/rope_norm_backward.py.jinja",
-        "out_second = (reciprocal * (y_second - b_second * along)).to(x.dtype.element_ty)",
+        "out_second = (reciprocal * (y_second - b_second * row_along)).to(x.dtype.element_ty)",
         "out_second = (reciprocal * y_second).to(x.dtype.element_ty)",
         (K_NORM + RIGHT + "[30]",),
         "The gradient of half of the features takes the norm for a constant.",
@@ -2089,8 +2128,8 @@ NORM = (
     Fault(
         "weights_gradient_of_rows_that_are_not_there",
         "templates/rope_norm_backward.py.jinja",
-        "reciprocal = tl.where(m_used, tl.rsqrt(squares * part + eps), 0.0)[:, :, None]",
-        "reciprocal = tl.rsqrt(squares * part + eps)[:, :, None]",
+        "reciprocal = tl.where(m_used, tl.rsqrt(row_squares * part + eps), 0.0)[:, :, None]",
+        "reciprocal = tl.rsqrt(row_squares * part + eps)[:, :, None]",
         (K_NORM + "test_an_eps_of_0_leaves_the_weights_gradients_finite",),
         "With an eps of 0 the gradients of a norm's weights are NaN.",
         render=True,
@@ -2117,7 +2156,7 @@ NORM = (
     ),
     Fault(
         "tokens_of_no_sequence_normed",
-        "templates/rope_tile.py.jinja",
+        "templates/rope_turned.py.jinja",
         "first, second = raw_first, raw_second",
         "first, second = first, second",
         (C_FORMATS + "test_tokens_of_no_sequence_may_be_anything[kernels-False-1e-06-head]",),
@@ -2127,7 +2166,7 @@ NORM = (
     Fault(
         "gradient_of_tokens_of_no_sequence_normed",
         "templates/rope_norm_backward.py.jinja",
-        "out_first = tl.where(m_inside[:, None, None], out_first, grad_first.to(x.dtype.element_ty))",
+        "out_first = tl.where(m_inside[:, None, None], out_first, grad_first)",
         "out_first = tl.where(m_inside[:, None, None], out_first, out_first)",
         (C_FORMATS + "test_tokens_of_no_sequence_may_be_anything[kernels-False-1e-06-head]",),
         "Gradients of tokens that are only copied are lost.",
@@ -2374,7 +2413,7 @@ LATENT = (
     ),
     Fault(
         "pairs_put_apart_are_not_put_together_again",
-        "templates/rope_tile.py.jinja",
+        "templates/rope_turned.py.jinja",
         "    _store_neighbours(out_pairs, m_row, out_stride_d, out_first, out_second, PAIRS, PAIR_BLOCK, STORE_CACHE)",
         "    _store_pairs(\n        out_pairs, m_row, out_stride_d, out_first, out_second, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE\n    )",
         (C_MLA + "test_a_query_in_place_is_that_out_of_place_with_its_gradient",),
@@ -2414,7 +2453,7 @@ CACHE = (
     ),
     Fault(
         "value_rotated",
-        "templates/rope_tile.py.jinja",
+        "templates/rope_turned.py.jinja",
         "m_wide = (i_value < 0)[None, :, None] & (i_pair < TURNED_PAIRS)[None, None, :]",
         "m_wide = (i_pair < TURNED_PAIRS)[None, None, :] & (i_row >= 0)[None, :, None]",
         (K_APPEND + RIGHT + "[0]",),
@@ -2423,7 +2462,7 @@ CACHE = (
     ),
     Fault(
         "key_rounded_twice",
-        "templates/rope_tile.py.jinja",
+        "templates/rope_turned.py.jinja",
         "to_first = _cached(wide_first, scale,",
         "to_first = _cached(wide_first.to(first.dtype).to(tl.float32), scale,",
         (C_APPEND + "test_the_rotated_key_is_rounded_once",),
@@ -2432,7 +2471,7 @@ CACHE = (
     ),
     Fault(
         "query_of_a_skipped_token_left",
-        "templates/rope_tile.py.jinja",
+        "templates/rope_turned.py.jinja",
         "m_written = m_row & (i_row < WRITTEN_HEADS)[None, :]",
         "m_written = m_row & (i_row < WRITTEN_HEADS)[None, :] & (i_slot >= 0)[:, None]",
         (C_APPEND + HOLDS + "[usual-kernel]",),
@@ -2441,7 +2480,7 @@ CACHE = (
     ),
     Fault(
         "value_scaled_as_the_key",
-        "templates/rope_tile.py.jinja",
+        "templates/rope_turned.py.jinja",
         "            value_scale + i_value * value_scale_stride,",
         "            key_scale + i_value * key_scale_stride,",
         (C_APPEND + "test_float8_is_divided_by_a_scale_and_saturated",),

@@ -37,6 +37,8 @@ CASES = [
     Norm(40, 8, norm="all"),
     Norm(1, 1, 80, 80, norm="all", dtype=F32, layout="bhsd", lies="swapped"),
     Norm(3, 2, 96, 64, norm="all", dtype=F16, layout="thd", place="packed", interleaved=True),
+    Norm(20, 4, 96, 64, norm="all", dtype=F16, layout="thd", place="packed", interleaved=True),  # in chunks
+    Norm(12, 12, 64, 32, norm="all", lies="gaps", inplace=True, rotated="last"),
     Norm(128, 128, norm="all", layout="thd", place="ids", inplace=True),
 ]
 SMALL = Norm(3, 2, 64, 64, dtype=F32)

@@ -306,6 +306,32 @@ def test_the_gradient_of_a_norm_of_all_heads_waits_for_other_warps_once_a_token(
     assert loop.count("bar.sync") == 3
 
 
+# (heads of the query, of the key, head_dim, features that rotate, style) of a norm of all heads
+CHUNKED = [
+    (40, 8, 128, 128, "half"),
+    (32, 32, 128, 64, "half"),
+    (20, 4, 96, 96, "interleaved"),
+    (8, 4, 256, 256, "half"),
+]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("shape", CHUNKED)
+def test_heads_in_chunks_leave_registers_for_other_programs(
+    compiler: concurrent.futures.Executor, shape: tuple[int, int, int, int, str], direction: str
+) -> None:
+    """Of a forward, three programs of four warps have room and more; a gradient holds two tensors and its sums."""
+    heads, key_heads, head_dim, rotary_dim, style = shape
+    arguments = {
+        "layout": "bshd", "dtype": "bfloat16", "heads": heads, "head_dim": head_dim, "rotary_dim": rotary_dim,
+        "angles": "cos_sin", "key_heads": key_heads, "norm": "all", "direction": direction, "style": style,
+    }  # fmt: skip
+    chunk, needs = compiler.submit(compiling.rope_needs, arguments, "sm_90").result()
+    assert 0 < chunk < heads + key_heads
+    assert needs.spill_bytes == 0
+    assert needs.registers <= (128 if direction == "forward" else 255)
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_the_gradient_of_angles_moves_128_bits_at_a_time(compiler: concurrent.futures.Executor, style: str) -> None:
     arguments = {

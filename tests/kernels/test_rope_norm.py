@@ -112,6 +112,27 @@ def test_every_text_and_setting_is_right(index: int) -> None:
     check(call.out, wanted, 2 * bound, {n: (t, before[n]) for n, t in inputs_of(call).items()})
 
 
+IN_CHUNKS = [dataclasses.replace(spec, norm="all") for spec in CASES]
+
+
+@pytest.mark.parametrize("index", range(len(IN_CHUNKS)))
+def test_heads_in_chunks_are_right(index: int) -> None:
+    """Chunks of the query, of the key, of both, and with empty rows."""
+    spec, work = IN_CHUNKS[index], WORKLOADS["rope"]
+    call = probe(work.inputs(spec, SIZE, "cpu", 0))
+    wanted, bound = work.reference(spec, call)
+    before = {name: tensor.clone() for name, tensor in inputs_of(call).items()}
+    chunk = 2 if spec.all_heads > 2 else 1
+    run(spec, RopeVariant(1 + index % 2, 8, num_warps=4, chunk_heads=chunk), call)
+    check(call.out, wanted, 2 * bound, {n: (t, before[n]) for n, t in inputs_of(call).items()})
+
+
+def test_chunks_reach_every_text() -> None:
+    assert {kernel_name(spec, RopeVariant()) for spec in IN_CHUNKS} == {
+        kernel_name(spec, RopeVariant()) for spec in norm_specs()
+    }
+
+
 HELD = [("head", False, 8), ("all", True, 8), ("head", True, 12), ("all", False, 16)]
 
 
@@ -157,12 +178,12 @@ def test_a_norm_that_is_not_taken_is_seen() -> None:
             check(call.out, wanted, bound, {})
 
 
-@pytest.mark.parametrize("norm", ["head", "all"])
+@pytest.mark.parametrize(("norm", "chunk_heads"), [("head", 0), ("all", 0), ("all", 2)])
 @pytest.mark.parametrize("key_heads", [0, 2])
 @pytest.mark.parametrize("rotary", [8, 4])
 @pytest.mark.parametrize("most", [1, 3, 99])
 def test_the_weights_gradients_are_sums_over_all_tokens(
-    norm: str, key_heads: int, rotary: int, most: int, monkeypatch: pytest.MonkeyPatch
+    norm: str, chunk_heads: int, key_heads: int, rotary: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programs take many tiles, some tiles or one each; their parts are added in one turn or in several."""
     monkeypatch.setattr(rope_variant, "MULTIPROCESSORS", most)
@@ -176,7 +197,7 @@ def test_the_weights_gradients_are_sums_over_all_tokens(
     for tensor in (call.weight_grad, call.key_weight_grad, call.partials):
         if tensor is not None:
             tensor.fill_(torch.nan)
-    run(spec, variant_of(spec, 3), call)
+    run(spec, dataclasses.replace(variant_of(spec, 3), chunk_heads=chunk_heads), call)
     rows = SIZE.tokens * spec.heads
     split = (lambda t: (t[:rows], t[rows:])) if key_heads else lambda t: (t.view(-1, 8), None)
     shapes = [(2, 5, 3, 8), (2, 5, key_heads, 8)]
@@ -205,11 +226,11 @@ def test_each_run_adds_the_parts_in_one_order() -> None:
     assert all(map(torch.equal, *bits))
 
 
-@pytest.mark.parametrize("norm", ["head", "all"])
-def test_an_eps_of_0_leaves_the_weights_gradients_finite(norm: str) -> None:
+@pytest.mark.parametrize(("norm", "chunk_heads"), [("head", 0), ("all", 0), ("all", 2)])
+def test_an_eps_of_0_leaves_the_weights_gradients_finite(norm: str, chunk_heads: int) -> None:
     """Tiles contain places without a token or head: their 1 / sqrt(0 + 0) must not enter a sum."""
     spec = RopeSpec("bshd", "float32", 3, 8, 8, angles="cos_sin", key_heads=2, norm=norm, direction="backward")
-    whole = dataclasses.replace(default_variant(spec, SIZE), pdl=False)
+    whole = dataclasses.replace(default_variant(spec, SIZE), pdl=False, chunk_heads=chunk_heads)
     found = []
     for eps in (0.0, 1e-12):
         call = dataclasses.replace(inputs(spec, SIZE, "cpu", 1), eps=eps)

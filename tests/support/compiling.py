@@ -342,6 +342,20 @@ def widths(
     return accesses(compile_launch(launch, target).asm["cubin"])
 
 
+def rope_needs(arguments: dict[str, Any], architecture: str) -> tuple[int, Needs]:
+    """``chunk_heads`` of the default variant for 4,096 tokens, and the needs of its kernel."""
+    from generator.families.rope.reference import inputs  # noqa: PLC0415
+    from generator.measuring.compile import resources, target_of  # noqa: PLC0415
+    from tuned.families.rope.launches import launches  # noqa: PLC0415
+    from tuned.families.rope.spec import RopeSize, RopeSpec  # noqa: PLC0415
+    from tuned.families.rope.variant import default_variant  # noqa: PLC0415
+
+    spec, size = RopeSpec(**arguments), RopeSize(batch=1, seq=4096)
+    variant = default_variant(spec, size)
+    launch, *_ = launches(spec, variant, inputs(spec, size, "meta", 0))
+    return variant.chunk_heads, resources(launch, target_of(architecture))
+
+
 def _moved(tensor: Any, elements: int) -> Any:
     """The tensor with an address that is some elements further on, which is all that the compiler sees of it."""
     import torch  # noqa: PLC0415 - as above

@@ -304,14 +304,67 @@ def _scaled(values, reciprocal, weights, dtype: tl.constexpr, ROUNDING: tl.const
 
 
 @triton.jit
+def _add_two(a_0, a_1, b_0, b_1):
+    return a_0 + b_0, a_1 + b_1
+
+
+@triton.jit
+def _add_to(of_query, of_key, values, i_row, FIRST: tl.constexpr, HEADS: tl.constexpr):
+    """Add the values of the rows from FIRST on, [BLOCK_TOKENS, BLOCK_HEADS, block], to the query's or to the key's."""
+    if FIRST + i_row.shape[0] <= HEADS:
+        of_query += values
+    elif FIRST >= HEADS:
+        of_key += values
+    else:
+        m_query = (i_row < HEADS)[None, :, None]
+        of_query += tl.where(m_query, values, 0.0)
+        of_key += tl.where(m_query, 0.0, values)
+    return of_query, of_key
+
+
+@triton.jit
+def _both_weights(
+    weight, key_weight, i_row, i_first, i_second, m_pair,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM_ALL: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """_weights of the first and of the second features of pairs."""
+    first = _weights(
+        weight, key_weight, i_row, i_first, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS
+    )
+    second = _weights(
+        weight, key_weight, i_row, i_second, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS
+    )
+    return first, second
+
+
+@triton.jit
 def _kept(values, m_row):
     """The values of the rows in ``m_row``, and 0 in the others: [BLOCK_TOKENS, BLOCK_HEADS, block]."""
     return tl.where(m_row[:, :, None], values, 0.0)
 
 
 @triton.jit
-def _add_two(a_0, a_1, b_0, b_1):
-    return a_0 + b_0, a_1 + b_1
+def _turned_back(
+    grad_first, grad_second, first, second, cos_first, sin_first, cos_second, sin_second, i_pair, m_used,
+    TURNED_PAIRS: tl.constexpr, PAIRS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """z, the gradient of the norm's result, and the norm's input; each of two features, in float32.
+
+    The rotation is transposed: the two sines of a pair change places, and their signs change.
+    """
+    grad_first, grad_second = grad_first.to(tl.float32), grad_second.to(tl.float32)
+    z_first = grad_first * cos_first + grad_second * sin_second
+    z_second = grad_second * cos_second - grad_first * sin_first
+    if TURNED_PAIRS < PAIRS:
+        m_turned = (i_pair < TURNED_PAIRS)[None, None, :]
+        z_first = tl.where(m_turned, z_first, grad_first)
+        z_second = tl.where(m_turned, z_second, grad_second)
+    b_first, b_second = first.to(tl.float32), second.to(tl.float32)
+    if PACKED:  # tokens that no sequence holds were copied: they may be NaN, and add nothing
+        z_first, z_second = _kept(z_first, m_used), _kept(z_second, m_used)
+        b_first, b_second = _kept(b_first, m_used), _kept(b_second, m_used)
+    return z_first, z_second, b_first, b_second
 
 
 @triton.jit
@@ -449,6 +502,7 @@ def rope_norm_backward_half_freqs(
     ZERO_CENTERED: tl.constexpr,  # features are multiplied by 1 + weight
     ROUNDING: tl.constexpr,  # where the forward rounds, which the gradient takes as exact
     STAGES: tl.constexpr,  # tiles that a program has at a time: being loaded, or computed
+    CHUNKS: tl.constexpr,  # a program has so many times BLOCK_HEADS rows, one after the other: all, if NORM_ALL
 ):
     if PDL:
         # Dependent launch: the next kernel's programs may take places that fall free. This kernel reads and writes
@@ -468,57 +522,68 @@ def rope_norm_backward_half_freqs(
 
     # This program's rows. It takes every ``turns``-th tile of the tokens of all batch entries.
     rows_of_token: tl.constexpr = HEADS + KEY_HEADS
-    row_tiles: tl.constexpr = (rows_of_token + BLOCK_HEADS - 1) // BLOCK_HEADS
+    row_tiles: tl.constexpr = (rows_of_token + BLOCK_HEADS * CHUNKS - 1) // (BLOCK_HEADS * CHUNKS)
     i_program = tl.program_id(0)
     turns = tl.num_programs(0) // row_tiles
     token_tiles = tl.cdiv(seq, BLOCK_TOKENS)
-    i_row = (i_program % row_tiles) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
+    i_row_0 = (i_program % row_tiles) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # of the first chunk, [BLOCK_HEADS]
     m_pair = tl.arange(0, PAIR_BLOCK) < PAIRS
     i_first, i_second = _features(PAIR_BLOCK, PAIR_DISTANCE, FIRST_FEATURE)
-    w_first = _weights(
-        weight, key_weight, i_row, i_first, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS
-    )
-    w_second = _weights(
-        weight, key_weight, i_row, i_second, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS
-    )
-    part = _parts(i_row, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
-    sum_first = tl.zeros([BLOCK_TOKENS, BLOCK_HEADS, PAIR_BLOCK], tl.float32)
-    sum_second = sum_first
+    # One chunk's weights are kept. Those of several would take the registers of another program, and L1 has them.
+    if CHUNKS == 1:
+        w_first, w_second = _both_weights(
+            weight, key_weight, i_row_0, i_first, i_second, m_pair,
+            HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS,
+        )  # fmt: skip
+    none = tl.zeros([BLOCK_TOKENS, BLOCK_HEADS, PAIR_BLOCK], tl.float32)
+    sums = ()
+    for _ in tl.static_range(CHUNKS):
+        sums = sums + ((none, none),)
     if TAIL > 0:
         i_tail = TAIL_FEATURE + tl.arange(0, TAIL_BLOCK)
         m_kept = tl.arange(0, TAIL_BLOCK) < TAIL
-        w_tail = _weights(
-            weight, key_weight, i_row, i_tail, m_kept, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS
-        )
-        sum_tail = tl.zeros([BLOCK_TOKENS, BLOCK_HEADS, TAIL_BLOCK], tl.float32)
+        if CHUNKS == 1:
+            w_tail = _weights(
+                weight, key_weight, i_row_0, i_tail, m_kept,
+                HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS,
+            )  # fmt: skip
+        no_tail = tl.zeros([BLOCK_TOKENS, BLOCK_HEADS, TAIL_BLOCK], tl.float32)
+        tail_sums = ()
+        for _ in tl.static_range(CHUNKS):
+            tail_sums = tail_sums + (no_tail,)
 
     # The next tiles are loaded to shared memory while one is computed.
     for i_tile in tl.range(i_program // row_tiles, token_tiles * batch, turns, num_stages=STAGES):
         i_batch = (i_tile // token_tiles).to(tl.int64)
         i_token = (i_tile % token_tiles) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
         m_token = i_token < seq
-        m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
-        rows = _rows(
-            x, key, i_batch, i_token, i_row,
-            x_stride_s, x_stride_b, x_stride_h, key_stride_s, key_stride_b, key_stride_h, HEADS, KEY_HEADS, MULTIPLE,
-        )  # fmt: skip
-        given_rows = _rows(
-            given, key_given, i_batch, i_token, i_row,
-            given_stride_s, given_stride_b, given_stride_h, key_given_stride_s, key_given_stride_b, key_given_stride_h,
-            HEADS, KEY_HEADS, MULTIPLE,
-        )  # fmt: skip
-        grad_first, grad_second = _load_pairs(
-            rows + FIRST_FEATURE * stride_d, m_row, stride_d, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, LOAD_EVICT, 0.0
-        )
-        first, second = _load_pairs(
-            given_rows + FIRST_FEATURE * given_stride_d, m_row, given_stride_d,
-            PAIRS, PAIR_BLOCK, PAIR_DISTANCE, LOAD_EVICT, 0.0,
-        )  # fmt: skip
-        if TAIL > 0:
-            tail, m_tail = _tail(rows, m_row, stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
-            grad_tail = tl.load(tail, mask=m_tail, other=0.0, eviction_policy=LOAD_EVICT)
-            tail, m_tail = _tail(given_rows, m_row, given_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
-            b_tail = tl.load(tail, mask=m_tail, other=0.0, eviction_policy=LOAD_EVICT)
+        held, tails = (), ()
+        for chunk in tl.static_range(CHUNKS):
+            i_row = i_row_0 + chunk * BLOCK_HEADS
+            m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
+            rows = _rows(
+                x, key, i_batch, i_token, i_row,
+                x_stride_s, x_stride_b, x_stride_h, key_stride_s, key_stride_b, key_stride_h,
+                HEADS, KEY_HEADS, MULTIPLE,
+            )  # fmt: skip
+            given_rows = _rows(
+                given, key_given, i_batch, i_token, i_row,
+                given_stride_s, given_stride_b, given_stride_h,
+                key_given_stride_s, key_given_stride_b, key_given_stride_h, HEADS, KEY_HEADS, MULTIPLE,
+            )  # fmt: skip
+            grad_first, grad_second = _load_pairs(
+                rows + FIRST_FEATURE * stride_d, m_row, stride_d, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, LOAD_EVICT, 0.0
+            )
+            first, second = _load_pairs(
+                given_rows + FIRST_FEATURE * given_stride_d, m_row, given_stride_d,
+                PAIRS, PAIR_BLOCK, PAIR_DISTANCE, LOAD_EVICT, 0.0,
+            )  # fmt: skip
+            held = held + ((grad_first, grad_second, first, second),)
+            if TAIL > 0:
+                tail, m_tail = _tail(rows, m_row, stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+                grad_tail = tl.load(tail, mask=m_tail, other=0.0, eviction_policy=LOAD_EVICT)
+                tail, m_tail = _tail(given_rows, m_row, given_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+                tails = tails + ((grad_tail, tl.load(tail, mask=m_tail, other=0.0, eviction_policy=LOAD_EVICT)),)
 
         # The position of each token, and whether it has one: [BLOCK_TOKENS] both. With axes, each pair has the
         # position of its axis: i_position is [BLOCK_TOKENS, PAIR_BLOCK].
@@ -592,68 +657,141 @@ def rope_norm_backward_half_freqs(
         m_turned = m_token[:, None, None] & (i_pair < TURNED_PAIRS)[None, None, :]
         cos_first, sin_first = tl.where(m_turned, cos_first, 0.0), tl.where(m_turned, sin_first, 0.0)
         cos_second, sin_second = tl.where(m_turned, cos_second, 0.0), tl.where(m_turned, sin_second, 0.0)
-        # z, the gradient of the norm's result, by the transpose: the two sines of a pair change places, and their signs
-        # change.
-        grad_first, grad_second = grad_first.to(tl.float32), grad_second.to(tl.float32)
-        z_first = grad_first * cos_first + grad_second * sin_second
-        z_second = grad_second * cos_second - grad_first * sin_first
-        if TURNED_PAIRS < PAIRS:
-            m_turned = (i_pair < TURNED_PAIRS)[None, None, :]
-            z_first = tl.where(m_turned, z_first, grad_first)
-            z_second = tl.where(m_turned, z_second, grad_second)
-        b_first, b_second = first.to(tl.float32), second.to(tl.float32)
-        m_used = m_row & m_inside[:, None]
-        if PACKED:  # tokens that no sequence holds were copied: they may be NaN, and add nothing
-            z_first, z_second = _kept(z_first, m_used), _kept(z_second, m_used)
-            b_first, b_second = _kept(b_first, m_used), _kept(b_second, m_used)
-        # y; and for each row the sum of the squares of the input, and that of y * input.
-        y_first, y_second = z_first * w_first, z_second * w_second
-        squares = tl.sum(b_first * b_first + b_second * b_second, 2)
-        along = tl.sum(y_first * b_first + y_second * b_second, 2)
-        if TAIL > 0:
-            z_tail, tail_32 = grad_tail.to(tl.float32), b_tail.to(tl.float32)
-            if PACKED:
-                z_tail, tail_32 = _kept(z_tail, m_used), _kept(tail_32, m_used)
-            y_tail = z_tail * w_tail
-            squares += tl.sum(tail_32 * tail_32, 2)
-            along += tl.sum(y_tail * tail_32, 2)
-        squares, along = _both_together(squares, along, i_row, HEADS, KEY_HEADS, NORM_ALL)
-        # Where a tile has no rows it would be 1 / sqrt(eps), which may be 1 / 0, and 0 times that NaN in the weights'
-        # gradients: set it to 0.
-        reciprocal = tl.where(m_used, tl.rsqrt(squares * part + eps), 0.0)[:, :, None]
-        along = (along * part)[:, :, None] * reciprocal
 
-        # n, and the sums of z * n for the weights.
-        b_first, b_second = b_first * reciprocal, b_second * reciprocal
-        sum_first += z_first * b_first
-        sum_second += z_second * b_second
-        if TAIL > 0:
-            tail_32 = tail_32 * reciprocal
-            sum_tail += z_tail * tail_32
-        out_first = (reciprocal * (y_first - b_first * along)).to(x.dtype.element_ty)
-        out_second = (reciprocal * (y_second - b_second * along)).to(x.dtype.element_ty)
-        if PACKED:
-            out_first = tl.where(m_inside[:, None, None], out_first, grad_first.to(x.dtype.element_ty))
-            out_second = tl.where(m_inside[:, None, None], out_second, grad_second.to(x.dtype.element_ty))
-        out_rows = _rows(
-            out, key_out, i_batch, i_token, i_row,
-            out_stride_s, out_stride_b, out_stride_h, key_out_stride_s, key_out_stride_b, key_out_stride_h,
-            HEADS, KEY_HEADS, MULTIPLE,
-        )  # fmt: skip
-        _store_pairs(
-            out_rows + FIRST_FEATURE * out_stride_d, m_row, out_stride_d, out_first, out_second,
-            PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE,
-        )  # fmt: skip
-        if TAIL > 0:
-            out_tail = (reciprocal * (y_tail - tail_32 * along)).to(x.dtype.element_ty)
+        # y; and for each row the sum of the squares of the input, and that of y * input.
+        query_squares, key_squares, query_along, key_along = none, none, none, none
+        if CHUNKS > 1 and TAIL > 0:
+            query_tail, key_tail, query_tail_along, key_tail_along = no_tail, no_tail, no_tail, no_tail
+        for chunk in tl.static_range(CHUNKS):
+            i_row = i_row_0 + chunk * BLOCK_HEADS
+            m_used = m_token[:, None] & (i_row < rows_of_token)[None, :] & m_inside[:, None]
+            grad_first, grad_second, first, second = held[chunk]
+            z_first, z_second, b_first, b_second = _turned_back(
+                grad_first, grad_second, first, second, cos_first, sin_first, cos_second, sin_second, i_pair, m_used,
+                TURNED_PAIRS, PAIRS, PACKED,
+            )  # fmt: skip
+            if CHUNKS > 1:
+                w_first, w_second = _both_weights(
+                    weight, key_weight, i_row, i_first, i_second, m_pair,
+                    HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS,
+                )  # fmt: skip
+            y_first, y_second = z_first * w_first, z_second * w_second
+            if CHUNKS > 1:
+                squares, along = b_first * b_first + b_second * b_second, y_first * b_first + y_second * b_second
+                query_squares, key_squares = _add_to(
+                    query_squares, key_squares, squares, i_row, chunk * BLOCK_HEADS, HEADS
+                )
+                query_along, key_along = _add_to(query_along, key_along, along, i_row, chunk * BLOCK_HEADS, HEADS)
+            else:
+                squares = tl.sum(b_first * b_first + b_second * b_second, 2)
+                along = tl.sum(y_first * b_first + y_second * b_second, 2)
+            if TAIL > 0:
+                grad_tail, b_tail = tails[chunk]
+                z_tail, tail_32 = grad_tail.to(tl.float32), b_tail.to(tl.float32)
+                if PACKED:
+                    z_tail, tail_32 = _kept(z_tail, m_used), _kept(tail_32, m_used)
+                if CHUNKS > 1:
+                    w_tail = _weights(
+                        weight, key_weight, i_row, i_tail, m_kept,
+                        HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS,
+                    )  # fmt: skip
+                y_tail = z_tail * w_tail
+                if CHUNKS > 1:
+                    query_tail, key_tail = _add_to(
+                        query_tail, key_tail, tail_32 * tail_32, i_row, chunk * BLOCK_HEADS, HEADS
+                    )
+                    query_tail_along, key_tail_along = _add_to(
+                        query_tail_along, key_tail_along, y_tail * tail_32, i_row, chunk * BLOCK_HEADS, HEADS
+                    )
+                else:
+                    squares += tl.sum(tail_32 * tail_32, 2)
+                    along += tl.sum(y_tail * tail_32, 2)
+        if CHUNKS > 1:
+            squares, of_key = tl.sum(query_squares, 2), tl.sum(key_squares, 2)
+            along, along_key = tl.sum(query_along, 2), tl.sum(key_along, 2)
+            if TAIL > 0:
+                squares += tl.sum(query_tail, 2)
+                of_key += tl.sum(key_tail, 2)
+                along += tl.sum(query_tail_along, 2)
+                along_key += tl.sum(key_tail_along, 2)
+            squares, along, of_key, along_key = tl.reduce((squares, along, of_key, along_key), 1, _add_four)
+        else:
+            squares, along = _both_together(squares, along, i_row, HEADS, KEY_HEADS, NORM_ALL)
+
+        # n; the sums of z * n for the weights; and the gradient of the input.
+        new_sums, new_tail_sums = (), ()
+        for chunk in tl.static_range(CHUNKS):
+            i_row = i_row_0 + chunk * BLOCK_HEADS
+            m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]
+            m_used = m_row & m_inside[:, None]
+            grad_first, grad_second, first, second = held[chunk]
+            z_first, z_second, b_first, b_second = _turned_back(
+                grad_first, grad_second, first, second, cos_first, sin_first, cos_second, sin_second, i_pair, m_used,
+                TURNED_PAIRS, PAIRS, PACKED,
+            )  # fmt: skip
+            row_squares, row_along = squares, along
+            part = _parts(i_row, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
+            if CHUNKS > 1:
+                m_query = (i_row < HEADS)[None, :]
+                row_squares = tl.where(m_query, squares[:, None], of_key[:, None])
+                row_along = tl.where(m_query, along[:, None], along_key[:, None])
+                w_first, w_second = _both_weights(
+                    weight, key_weight, i_row, i_first, i_second, m_pair,
+                    HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS,
+                )  # fmt: skip
+            y_first, y_second = z_first * w_first, z_second * w_second
+            # Where a tile has no rows it would be 1 / sqrt(eps), which may be 1 / 0, and 0 times that NaN in the
+            # weights' gradients: set it to 0.
+            reciprocal = tl.where(m_used, tl.rsqrt(row_squares * part + eps), 0.0)[:, :, None]
+            row_along = (row_along * part)[:, :, None] * reciprocal
+            b_first, b_second = b_first * reciprocal, b_second * reciprocal
+            sum_first, sum_second = sums[chunk]
+            new_sums = new_sums + ((sum_first + z_first * b_first, sum_second + z_second * b_second),)
+            if TAIL > 0:
+                grad_tail, b_tail = tails[chunk]
+                z_tail, tail_32 = grad_tail.to(tl.float32), b_tail.to(tl.float32)
+                if PACKED:
+                    z_tail, tail_32 = _kept(z_tail, m_used), _kept(tail_32, m_used)
+                if CHUNKS > 1:
+                    w_tail = _weights(
+                        weight, key_weight, i_row, i_tail, m_kept,
+                        HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS,
+                    )  # fmt: skip
+                y_tail = z_tail * w_tail
+                tail_32 = tail_32 * reciprocal
+                new_tail_sums = new_tail_sums + (tail_sums[chunk] + z_tail * tail_32,)
+            out_first = (reciprocal * (y_first - b_first * row_along)).to(x.dtype.element_ty)
+            out_second = (reciprocal * (y_second - b_second * row_along)).to(x.dtype.element_ty)
             if PACKED:
-                out_tail = tl.where(m_inside[:, None, None], out_tail, grad_tail)
-            tail, m_tail = _tail(out_rows, m_row, out_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
-            tl.store(tail, out_tail, mask=m_tail, cache_modifier=STORE_CACHE)
+                out_first = tl.where(m_inside[:, None, None], out_first, grad_first)
+                out_second = tl.where(m_inside[:, None, None], out_second, grad_second)
+            out_rows = _rows(
+                out, key_out, i_batch, i_token, i_row,
+                out_stride_s, out_stride_b, out_stride_h, key_out_stride_s, key_out_stride_b, key_out_stride_h,
+                HEADS, KEY_HEADS, MULTIPLE,
+            )  # fmt: skip
+            _store_pairs(
+                out_rows + FIRST_FEATURE * out_stride_d, m_row, out_stride_d, out_first, out_second,
+                PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE,
+            )  # fmt: skip
+            if TAIL > 0:
+                out_tail = (reciprocal * (y_tail - tail_32 * row_along)).to(x.dtype.element_ty)
+                if PACKED:
+                    out_tail = tl.where(m_inside[:, None, None], out_tail, grad_tail)
+                tail, m_tail = _tail(out_rows, m_row, out_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+                tl.store(tail, out_tail, mask=m_tail, cache_modifier=STORE_CACHE)
+        sums = new_sums
+        if TAIL > 0:
+            tail_sums = new_tail_sums
 
     features: tl.constexpr = HEAD_DIM * (rows_of_token if NORM_ALL else (2 if KEY_HEADS > 0 else 1))
     partials += i_program.to(tl.int64) * features
-    _store_part(partials, tl.sum(sum_first, 0), i_row, i_first, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
-    _store_part(partials, tl.sum(sum_second, 0), i_row, i_second, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
-    if TAIL > 0:
-        _store_part(partials, tl.sum(sum_tail, 0), i_row, i_tail, m_kept, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
+    for chunk in tl.static_range(CHUNKS):
+        i_row = i_row_0 + chunk * BLOCK_HEADS
+        sum_first, sum_second = sums[chunk]
+        _store_part(partials, tl.sum(sum_first, 0), i_row, i_first, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
+        _store_part(partials, tl.sum(sum_second, 0), i_row, i_second, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
+        if TAIL > 0:
+            _store_part(
+                partials, tl.sum(tail_sums[chunk], 0), i_row, i_tail, m_kept, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL
+            )

@@ -304,6 +304,41 @@ def _scaled(values, reciprocal, weights, dtype: tl.constexpr, ROUNDING: tl.const
     return values
 
 
+@triton.jit
+def _add_two(a_0, a_1, b_0, b_1):
+    return a_0 + b_0, a_1 + b_1
+
+
+@triton.jit
+def _add_to(of_query, of_key, values, i_row, FIRST: tl.constexpr, HEADS: tl.constexpr):
+    """Add the values of the rows from FIRST on, [BLOCK_TOKENS, BLOCK_HEADS, block], to the query's or to the key's."""
+    if FIRST + i_row.shape[0] <= HEADS:
+        of_query += values
+    elif FIRST >= HEADS:
+        of_key += values
+    else:
+        m_query = (i_row < HEADS)[None, :, None]
+        of_query += tl.where(m_query, values, 0.0)
+        of_key += tl.where(m_query, 0.0, values)
+    return of_query, of_key
+
+
+@triton.jit
+def _both_weights(
+    weight, key_weight, i_row, i_first, i_second, m_pair,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM_ALL: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """_weights of the first and of the second features of pairs."""
+    first = _weights(
+        weight, key_weight, i_row, i_first, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS
+    )
+    second = _weights(
+        weight, key_weight, i_row, i_second, m_pair, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS
+    )
+    return first, second
+
+
 @triton.jit(
     do_not_specialize=[
         "offset", "seq", "batch", "angle_rows", "sequences", "cp_size", "cp_rank", "scaling",
@@ -378,6 +413,7 @@ def rope_norm_inplace_interleaved_inv_freq(
     ZERO_CENTERED: tl.constexpr,  # features are multiplied by 1 + weight
     ROUNDING: tl.constexpr,  # "once": at the store; "product": also after the norm's weight; "each": also before it
     STAGES: tl.constexpr,  # tiles that a program has at a time: being loaded, or computed
+    CHUNKS: tl.constexpr,  # a program has so many times BLOCK_HEADS rows, one after the other: all, if NORM_ALL
 ):
     if PDL:
         # Dependent launch: the next kernel's programs may take places that fall free. This kernel reads and writes
@@ -520,6 +556,170 @@ def rope_norm_inplace_interleaved_inv_freq(
                 tail_32 = b_tail.to(tl.float32)
                 squares += tl.sum(tail_32 * tail_32, 2)
             reciprocal = _reciprocal_norms(squares, i_row, eps, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
+            b_first = _scaled(b_first, reciprocal, w_first, first.dtype, ROUNDING)
+            b_second = _scaled(b_second, reciprocal, w_second, first.dtype, ROUNDING)
+            first, second = b_first.to(first.dtype), b_second.to(first.dtype)
+            if TAIL > 0:
+                b_tail = _scaled(tail_32, reciprocal, w_tail, first.dtype, ROUNDING).to(first.dtype)
+            if BACKWARD:
+                # The transpose: the two sines of a pair change places, and their signs change.
+                out_first = b_first * cos_first + b_second * sin_second
+                out_second = b_second * cos_second - b_first * sin_first
+            else:
+                out_first = b_first * cos_first - b_second * sin_first
+                out_second = b_second * cos_second + b_first * sin_second
+            # Features and heads that are copied keep their bits.
+            out_first, out_second = out_first.to(first.dtype), out_second.to(first.dtype)
+            if TURNED_PAIRS < PAIRS:
+                m_turned = (i_pair < TURNED_PAIRS)[None, None, :]
+                out_first = tl.where(m_turned, out_first, first)
+                out_second = tl.where(m_turned, out_second, second)
+            if COPIED_HEADS > 0:
+                m_turned = (i_row < HEADS - COPIED_HEADS)[None, :, None]
+                out_first = tl.where(m_turned, out_first, first)
+                out_second = tl.where(m_turned, out_second, second)
+            first, second = raw_first, raw_second
+            if PACKED and TAIL > 0:
+                b_tail = tl.where(m_inside[:, None, None], b_tail, raw_tail)
+            out_rows = _rows(
+                out, key_out, i_batch, i_token, i_row,
+                out_stride_s, out_stride_b, out_stride_h, key_out_stride_s, key_out_stride_b, key_out_stride_h,
+                HEADS, KEY_HEADS, MULTIPLE,
+            )  # fmt: skip
+            out_pairs = out_rows + FIRST_FEATURE * out_stride_d
+            _store_pairs(
+                out_pairs, m_row, out_stride_d, out_first, out_second, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, STORE_CACHE,
+            )  # fmt: skip
+            if TAIL > 0:
+                tail, m_tail = _tail(out_rows, m_row, out_stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+                tl.store(tail, b_tail, mask=m_tail, cache_modifier=STORE_CACHE)
+    elif CHUNKS > 1:  # this branch loads its own weights; the compiler drops the loads above
+        i_batch = (i_program // token_tiles).to(tl.int64)
+        i_token_tile = i_program % token_tiles
+        # All heads of some tokens, BLOCK_HEADS at a time. They are read twice: for the sums of their squares, and then, from L1,
+        # to be rotated. Held in registers in between, they would leave room for fewer programs.
+        FIRST_EVICT: tl.constexpr = "evict_last" if LOAD_EVICT == "evict_first" else LOAD_EVICT
+        i_token = i_token_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)  # [BLOCK_TOKENS]
+        m_token = i_token < seq
+        query_squares = tl.zeros([BLOCK_TOKENS, BLOCK_HEADS, PAIR_BLOCK], tl.float32)
+        key_squares = query_squares
+        if TAIL > 0:
+            query_tail = tl.zeros([BLOCK_TOKENS, BLOCK_HEADS, TAIL_BLOCK], tl.float32)
+            key_tail = query_tail
+        for chunk in tl.static_range(CHUNKS):
+            i_row = chunk * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
+            m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]  # [BLOCK_TOKENS, BLOCK_HEADS]
+            rows = _rows(
+                x, key, i_batch, i_token, i_row,
+                x_stride_s, x_stride_b, x_stride_h, key_stride_s, key_stride_b, key_stride_h, HEADS, KEY_HEADS, MULTIPLE,
+            )  # fmt: skip
+            pairs = rows + FIRST_FEATURE * stride_d
+            first, second = _load_pairs(
+                pairs, m_row, stride_d, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, FIRST_EVICT, ABSENT,
+            )  # fmt: skip
+            b_first, b_second = first.to(tl.float32), second.to(tl.float32)
+            squares = b_first * b_first + b_second * b_second
+            query_squares, key_squares = _add_to(query_squares, key_squares, squares, i_row, chunk * BLOCK_HEADS, HEADS)
+            if TAIL > 0:
+                tail, m_tail = _tail(rows, m_row, stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+                tail_32 = tl.load(tail, mask=m_tail, other=ABSENT, eviction_policy=FIRST_EVICT).to(tl.float32)
+                squares = tail_32 * tail_32
+                query_tail, key_tail = _add_to(query_tail, key_tail, squares, i_row, chunk * BLOCK_HEADS, HEADS)
+
+        # The position of each token, and whether it has one: [BLOCK_TOKENS] both. With axes, each pair has the
+        # position of its axis: i_position is [BLOCK_TOKENS, PAIR_BLOCK].
+        m_inside = m_token
+        i_pair = tl.arange(0, PAIR_BLOCK)
+        if POSITIONS == "axes":
+            i_axis = _axis(i_pair, SECTION_1, SECTION_2, SECTION_3, SECTIONS_INTERLEAVED)
+            p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
+            p_id = p_id[:, None] + (i_axis.to(tl.int64) * cp_size)[None, :]  # no ranks here
+            i_position = tl.load(positions + p_id, mask=m_token[:, None], other=0)
+        elif POSITIONS == "ids":
+            p_id = i_batch * position_stride_b + i_token.to(tl.int64) * position_stride_s
+            i_position = tl.load(positions + p_id, mask=m_token, other=0)
+        else:
+            i_sequence = i_batch
+            i_position = i_token
+            length = seq
+            if PACKED:
+                i_sequence, start, m_inside = _sequences(
+                    i_token, cu_seqlens, sequences, cp_size, CONTEXT_PARALLEL, SEARCH_STEPS, SEARCH_FAN
+                )
+                i_position = i_token - start
+                if CONTEXT_PARALLEL:
+                    length = _bounds(cu_seqlens, i_sequence + 1, sequences, cp_size, CONTEXT_PARALLEL) - start
+            if CONTEXT_PARALLEL:
+                i_position = _dual_chunk(i_position, length, cp_size, cp_rank)
+            i_position += offset
+            if POSITIONS == "offset":
+                i_position += tl.load(positions)
+            if POSITIONS == "starts":
+                if PACKED:
+                    i_position += tl.load(
+                        positions + i_sequence.to(tl.int64) * position_stride_b,
+                        mask=m_inside,
+                        other=0,
+                    )
+                else:
+                    i_position += tl.load(positions + i_sequence * position_stride_b)
+        if PACKED:  # tokens that no sequence holds stay as they are, unwritten
+            m_token = m_token & m_inside
+
+        # Cosines and sines, [BLOCK_TOKENS, PAIR_BLOCK]; NaN past the tokens, and past the rows of a table.
+        m_known = m_token[:, None] if POSITIONS == "axes" else m_token
+        if POSITIONS == "axes":
+            m_angle = m_known & (i_pair < TURNED_PAIRS)[None, :]
+        else:
+            m_angle = m_known[:, None] & (i_pair < TURNED_PAIRS)[None, :]
+        p_first = (i_pair * (2 if PER_FEATURE else 1))[None, :] * angle_stride_d
+        p_second = p_first + angle_stride_d
+        cos_first, sin_first = _cos_sin(inv_freq, i_position, p_first, m_angle)
+        cos_second, sin_second = cos_first, sin_first
+        if PER_FEATURE:
+            cos_second, sin_second = _cos_sin(inv_freq, i_position, p_second, m_angle)
+        if SCALED:
+            cos_first, sin_first = cos_first * scaling, sin_first * scaling
+            cos_second, sin_second = cos_second * scaling, sin_second * scaling
+        if CONJUGATE:
+            sin_first, sin_second = -sin_first, -sin_second
+        # [BLOCK_TOKENS, 1, PAIR_BLOCK]: the rows of a token share its angles.
+        cos_first, sin_first = cos_first[:, None, :], sin_first[:, None, :]
+        cos_second, sin_second = cos_second[:, None, :], sin_second[:, None, :]
+
+        of_query, of_key = tl.sum(query_squares, 2), tl.sum(key_squares, 2)
+        if TAIL > 0:
+            of_query += tl.sum(query_tail, 2)
+            of_key += tl.sum(key_tail, 2)
+        of_query, of_key = tl.reduce((of_query, of_key), 1, _add_two)
+        for chunk in tl.static_range(CHUNKS):
+            i_row = chunk * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+            m_row = m_token[:, None] & (i_row < rows_of_token)[None, :]
+            w_first, w_second = _both_weights(
+                weight, key_weight, i_row, i_first, i_second, m_pair,
+                HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS,
+            )  # fmt: skip
+            rows = _rows(
+                x, key, i_batch, i_token, i_row,
+                x_stride_s, x_stride_b, x_stride_h, key_stride_s, key_stride_b, key_stride_h, HEADS, KEY_HEADS, MULTIPLE,
+            )  # fmt: skip
+            pairs = rows + FIRST_FEATURE * stride_d
+            first, second = _load_pairs(
+                pairs, m_row, stride_d, PAIRS, PAIR_BLOCK, PAIR_DISTANCE, "evict_first", ABSENT,
+            )  # fmt: skip
+            b_first, b_second = first.to(tl.float32), second.to(tl.float32)
+            raw_first, raw_second = first, second
+            if TAIL > 0:
+                w_tail = _weights(
+                    weight, key_weight, i_row, i_tail, m_kept,
+                    HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL, ZERO_CENTERED, BLOCK_TOKENS,
+                )  # fmt: skip
+                tail, m_tail = _tail(rows, m_row, stride_d, TAIL_FEATURE, TAIL, TAIL_BLOCK)
+                raw_tail = tl.load(tail, mask=m_tail, other=ABSENT, eviction_policy="evict_first")
+                tail_32 = raw_tail.to(tl.float32)
+            squares = tl.where((i_row < HEADS)[None, :], of_query[:, None], of_key[:, None])
+            part = _parts(i_row, HEADS, KEY_HEADS, HEAD_DIM, NORM_ALL)
+            reciprocal = tl.rsqrt(squares * part + eps)[:, :, None]
             b_first = _scaled(b_first, reciprocal, w_first, first.dtype, ROUNDING)
             b_second = _scaled(b_second, reciprocal, w_second, first.dtype, ROUNDING)
             first, second = b_first.to(first.dtype), b_second.to(first.dtype)

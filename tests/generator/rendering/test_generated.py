@@ -70,12 +70,13 @@ FUNCTIONS = {
     *("gru_numbers.py.jinja", "gru_product.py.jinja", "gru_rows.py.jinja", "gru_spin.py.jinja"),
     *("gru_step.py.jinja", "gru_tile.py.jinja", "gru_token.py.jinja", "gru_wait.py.jinja"),
     *("rope_append.py.jinja", "rope_neighbours.py.jinja", "rope_norm.py.jinja", "rope_pairs.py.jinja"),
-    "rope_positions.py.jinja",
+    *("rope_norm_chunks.py.jinja", "rope_positions.py.jinja"),
 }
 STATEMENTS = {
     *("gru_ahead.py.jinja", "gru_bias.py.jinja", "gru_last.py.jinja", "gru_lengths.py.jinja", "gru_pieces.py.jinja"),
     *("gru_program.py.jinja", "gru_weights.py.jinja"),
     *("gru_receive.py.jinja", "gru_send.py.jinja", "rope_angles.py.jinja", "rope_row.py.jinja", "rope_tile.py.jinja"),
+    *("rope_chunks.py.jinja", "rope_norm_tiles.py.jinja", "rope_turned.py.jinja"),
 }
 FRAGMENTS = FUNCTIONS | STATEMENTS
 TUNED = Path(__file__).parents[3] / "tuned"
@@ -115,21 +116,26 @@ MAX_BLOCK_LINES = {
     "linear_cat.py.jinja": 10,
     # Parameters that a plain call leaves out, and the constants in their place. Also the loads and stores of calls that put pairs
     # apart, and the parameters of a cache: as constants they would have changed the source of every complete call.
-    "rope.py.jinja": 78,  # also whole rows, with other parameters and another body
+    # Also whole rows, with other parameters and another body; and chunks, which kernels that write a cache do not have.
+    "rope.py.jinja": 82,
     "rope_angle_gradient.py.jinja": 14,
     "rope_angles.py.jinja": 16,
     "rope_append.py.jinja": 0,
+    "rope_chunks.py.jinja": 2,
     "rope_mla.py.jinja": 11,
     "rope_mla_backward.py.jinja": 8,
     "rope_neighbours.py.jinja": 0,
     "rope_norm.py.jinja": 3,
-    "rope_norm_backward.py.jinja": 8,
+    "rope_norm_backward.py.jinja": 9,
+    "rope_norm_chunks.py.jinja": 0,
+    "rope_norm_tiles.py.jinja": 5,
     "rope_norm_weights.py.jinja": 0,
     "rope_pairs.py.jinja": 6,
     "rope_positions.py.jinja": 14,
     "rope_row.py.jinja": 8,
     "rope_table.py.jinja": 1,
-    "rope_tile.py.jinja": 24,
+    "rope_tile.py.jinja": 12,
+    "rope_turned.py.jinja": 16,
     "segments.py.jinja": 0,
     "sincos.py.jinja": 0,
 }

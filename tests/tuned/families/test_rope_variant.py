@@ -28,6 +28,7 @@ from tuned.families.rope.variant import (
     programs,
     rejection,
     row_block,
+    rows_at_once,
     vector_bytes,
 )
 
@@ -132,6 +133,51 @@ def test_whole_rows_are_tried_where_there_is_such_a_kernel_and_halves_are_not_al
     assert found is None if reason is None else reason in (found or "")
     # The default is never a variant that some rule forbids.
     assert rejection(spec, None, default_variant(spec)) is None
+
+
+OF_ALL = dataclasses.replace(SPEC, key_heads=8, norm="all", angles="cos_sin")  # 40 heads
+GRADIENT = dataclasses.replace(OF_ALL, direction="backward")
+
+
+@pytest.mark.parametrize(
+    ("spec", "knobs", "why"),
+    [
+        (OF_ALL, {"chunk_heads": 16}, None),
+        (dataclasses.replace(OF_ALL, norm="head"), {"chunk_heads": 16}, "normalised together"),
+        (dataclasses.replace(OF_ALL, heads=8), {"chunk_heads": 16}, "holds all 16 heads"),
+        (OF_ALL, {"chunk_heads": 16, "resident": 8}, "come from L1"),
+        (OF_ALL, {"chunk_heads": 32, "num_warps": 1}, "4 to 16 per thread"),
+        (OF_ALL, {"chunk_heads": 8, "num_warps": 8}, "4 to 16 per thread"),
+        (GRADIENT, {"chunk_heads": 16, "resident": 16}, None),
+        (dataclasses.replace(GRADIENT, heads=56), {"chunk_heads": 16}, "more than 24 per thread"),
+    ],
+)
+def test_chunks_are_tried_where_several_have_room(spec: RopeSpec, knobs: dict[str, int], why: str | None) -> None:
+    found = rejection(spec, RopeSize(1, 4096), RopeVariant(1, 8, **knobs))  # type: ignore[arg-type]
+    assert (found is None) if why is None else (why in str(found))
+
+
+def test_the_default_takes_many_tokens_in_chunks_and_few_at_once() -> None:
+    for spec in (OF_ALL, GRADIENT):
+        assert default_variant(spec, RopeSize(1, 4096)).chunk_heads == 16
+        assert rejection(spec, RopeSize(1, 4096), default_variant(spec, RopeSize(1, 4096))) is None
+        assert not default_variant(spec, RopeSize(1, 512)).chunk_heads
+    wide = default_variant(dataclasses.replace(OF_ALL, heads=56), RopeSize(1, 4096))
+    assert (wide.chunk_heads, wide.num_warps) == (32, 4)
+
+
+def test_chunks_have_no_empty_rows_but_in_the_last() -> None:
+    chunked = RopeVariant(1, 8, chunk_heads=16)
+    assert rows_at_once(OF_ALL, chunked) == 48
+    assert rows_at_once(OF_ALL, RopeVariant(1, 8)) == 64
+    assert programs(OF_ALL, chunked, 100, 2) == 200
+
+
+def test_a_row_with_chunks_serves_a_call_of_few_heads_without() -> None:
+    chunked = RopeVariant(1, 8, chunk_heads=16)
+    assert adapt(chunked, OF_ALL, dataclasses.replace(OF_ALL, heads=32)).chunk_heads == 16
+    assert not adapt(chunked, OF_ALL, dataclasses.replace(OF_ALL, heads=8)).chunk_heads
+    assert not adapt(chunked, OF_ALL, dataclasses.replace(OF_ALL, norm="head")).chunk_heads
 
 
 def test_a_row_of_the_table_with_whole_rows_serves_no_call_that_has_no_such_kernel() -> None:

@@ -19,6 +19,7 @@ from tuned.families.rope.variant import (
     programs,
     row_features,
     rows_at_once,
+    rows_of_tile,
     stages,
 )
 
@@ -33,7 +34,7 @@ OF_COMPLETE = frozenset((
     "SECTION_1", "SECTION_2", "SECTION_3", "SECTIONS_INTERLEAVED",
 ))  # fmt: skip
 OF_NORM = frozenset((
-    "weight", "key_weight", "eps", "HEAD_DIM", "NORM_ALL", "ZERO_CENTERED", "ROUNDING", "STAGES",
+    "weight", "key_weight", "eps", "HEAD_DIM", "NORM_ALL", "ZERO_CENTERED", "ROUNDING", "STAGES", "CHUNKS",
 ))  # fmt: skip
 OF_CACHE = frozenset((
     "value", "key_cache", "value_cache", "slots", "key_scale", "value_scale", "slot_count", "cache_slots", "slot_stride",
@@ -185,6 +186,7 @@ def _left_out(spec: RopeSpec, variant: RopeVariant) -> frozenset[str]:
         (OF_BOUNDS, not spec.takes_bounds),
         (OF_NORM, not spec.normed),
         (OF_CACHE, not spec.appends),
+        (frozenset({"CHUNKS"}), not spec.takes_chunks),
         (OF_GIVEN, not spec.reads_given),
         (frozenset({"partials"}), not spec.gradient_of_norm),
         (OF_GRADIENT_OF_ANGLES, not spec.angle_gradient),
@@ -338,7 +340,7 @@ def _constants(
         "PER_FEATURE": spec.angle_entries == "feature",
         "BACKWARD": spec.direction == "backward",
         "BLOCK_TOKENS": variant.block_tokens,
-        "BLOCK_HEADS": rows_at_once(spec, variant),
+        "BLOCK_HEADS": rows_of_tile(spec, variant),
         "ORDER": variant.order,
         "LOAD_EVICT": load_evict,
         "STORE_CACHE": store_cache,
@@ -367,6 +369,7 @@ def _constants(
         "ZERO_CENTERED": spec.zero_centered,
         "ROUNDING": spec.rounding,
         "STAGES": stages(spec, variant),
+        "CHUNKS": rows_at_once(spec, variant) // rows_of_tile(spec, variant),
         "VALUE": spec.value_dim,
         "VALUE_BLOCK": next_power_of_2(max(spec.value_dim, 1)),
         "DEINTERLEAVES": spec.deinterleaves,

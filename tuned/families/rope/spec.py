@@ -247,6 +247,11 @@ class RopeSpec:
         return self.normed and self.appends
 
     @property
+    def takes_chunks(self) -> bool:
+        """A kernel with a norm may take the heads of a token in chunks. A norm with a cache is one of each head."""
+        return self.normed and not self.appends
+
+    @property
     def tail_dtype(self) -> str:
         """The dtype, in the kernel's source, of normalised features that do not rotate: float32 if a cache rounds them."""
         return "tl.float32" if self.appends else "first.dtype"

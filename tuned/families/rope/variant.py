@@ -28,8 +28,14 @@ BLOCK_TOKENS = (1, 2, 4, 8)
 BLOCK_HEADS = (1, 2, 4, 8, 16)
 NUM_WARPS = (1, 2, 4, 8)
 RESIDENT = (0, 8, 12, 16)  # warps
+CHUNK_HEADS = (0, 8, 16, 32)
 LEAST_RESIDENT = 8
 FEW_WARPS = 4  # of a program that normalises all heads of a token: fewer wait for each other than with eight
+# Pairs of a thread in a chunk of heads, at least and at most; and in all chunks of a gradient, which holds them: with 32
+# Triton 3.6 spills. GOOD_CHUNK: of a good chunk, in a forward and in a gradient. From CHUNKED_TOKENS tokens on chunks are
+# the default: their weights come after the sums, which takes a single wave of programs longer. docs/decisions/0086.
+LEAST_CHUNK, MOST_CHUNK, MOST_HELD = 4, 16, 24
+GOOD_CHUNK, CHUNKED_TOKENS = ((8, 16), (8, 8)), 1024
 MULTIPROCESSORS = 132  # of an H100 or H200; other GPUs get as many programs, in another number of waves
 STAGES = 3  # tiles that a program has at a time if it takes tile after tile
 STAGED_BYTES = 90 * 1024  # of shared memory, at most, for tiles that wait: sm_86 has 99 KB
@@ -84,6 +90,10 @@ class RopeVariant:
     # write parts of sectors.
     whole_rows: bool = one_of(False, True, default=False, older=True)  # noqa: FBT003 - the choices of a flag
 
+    # Where all heads of a token are normalised together: a program works on so many of them at a time, and reads them
+    # again after it has the sums, or, in a gradient, holds them in 16 bits. 0: all are one tile, of float32 in registers.
+    chunk_heads: int = one_of(*CHUNK_HEADS, default=0, older=True)
+
     @property
     def row_tiles(self) -> str:
         """The tiles of a token's rows, as kernel source. A tile of whole rows has rows of one tensor, others of both."""
@@ -96,6 +106,7 @@ class RopeVariant:
         return (
             int(self.pdl),
             int(self.whole_rows),
+            self.chunk_heads,
             self.resident,
             ("heads", "tokens").index(self.order),
             tuple(CACHE).index(self.cache),
@@ -106,8 +117,17 @@ class RopeVariant:
 
 
 def rows_at_once(spec: RopeSpec, variant: RopeVariant) -> int:
-    """Rows of one position in a tile: ``block_heads``; or all rows, padded, if they are normalised together."""
-    return spec.norm_rows if spec.norm == "all" else variant.block_heads
+    """Rows of one position that a program has: ``block_heads``; or all rows, padded, if they are normalised together."""
+    if spec.norm != "all":
+        return variant.block_heads
+    if variant.chunk_heads:
+        return ceil_div(spec.all_heads, variant.chunk_heads) * variant.chunk_heads
+    return spec.norm_rows
+
+
+def rows_of_tile(spec: RopeSpec, variant: RopeVariant) -> int:
+    """Rows of one position in a tile of registers: ``rows_at_once``, or a part of them."""
+    return variant.chunk_heads or rows_at_once(spec, variant)
 
 
 def half_block(spec: RopeSpec) -> int:
@@ -193,7 +213,8 @@ def rejection(
     return (
         _resident_rejection(spec, positions, variant)
         or _rows_rejection(spec, variant)
-        or _tile_rejection(spec, variant, variant.block_tokens * at_once)
+        or _chunk_rejection(spec, variant)
+        or (None if variant.chunk_heads else _tile_rejection(spec, variant, variant.block_tokens * at_once))
     )
 
 
@@ -210,6 +231,28 @@ def _rows_rejection(spec: RopeSpec, variant: RopeVariant) -> str | None:
     if (row := spec.head_dim * ITEM_SIZE[spec.dtype]) > NARROW_BYTES:
         return f"whole_rows took as long for rows of more than {NARROW_BYTES} bytes, and these have {row}"
     return None
+
+
+def _chunk_rejection(spec: RopeSpec, variant: RopeVariant) -> str | None:
+    """Why chunks of heads are not tried, or None."""
+    if not variant.chunk_heads:
+        return None
+    each, threads = variant.block_tokens * row_block(spec), 32 * variant.num_warps
+    chunk, held = variant.chunk_heads * each, rows_at_once(spec, variant) * each
+    reason = None
+    if spec.norm != "all":
+        reason = "chunk_heads is of heads that are normalised together: a tile of others has block_heads of them"
+    elif variant.chunk_heads >= spec.all_heads:
+        reason = f"chunk_heads={variant.chunk_heads} holds all {spec.all_heads} heads: chunk_heads=0 does too"
+    elif variant.resident and not spec.gradient_of_norm:
+        reason = "heads that are read twice come from L1 the second time: no tile waits in shared memory"
+    elif not LEAST_CHUNK * threads <= chunk <= MOST_CHUNK * threads:
+        reason = (
+            f"a chunk of {chunk} pairs on {variant.num_warps} warps is not {LEAST_CHUNK} to {MOST_CHUNK} per thread"
+        )
+    elif spec.gradient_of_norm and held > MOST_HELD * threads:
+        reason = f"{held} pairs on {variant.num_warps} warps are more than {MOST_HELD} per thread: they are held"
+    return reason
 
 
 def _resident_rejection(spec: RopeSpec, positions: int | None, variant: RopeVariant) -> str | None:
@@ -301,10 +344,15 @@ def default_variant(spec: RopeSpec, size: RopeSize | None = None) -> RopeVariant
     rows = FEWEST_ROWS if size is None else max(FEWEST_ROWS, min(spec.all_heads * size.tokens, MOST_ROWS))
     variant = _default(spec, capped, round(4 * held) / 4, round(4 * math.log2(rows)) / 4, whole)
     entries = 1 if spec.layout == "thd" else batch
-    if size is None or spec.reads_given:  # without a size: a variant that compiles for every GPU
+    if size is None:  # a variant that compiles for every GPU
         return variant
     if spec.norm == "all":
+        chunked = _in_chunks(spec, variant) if size.tokens >= CHUNKED_TOKENS else variant
+        if spec.reads_given or chunked != variant:
+            return chunked
         return _of_all_heads(spec, variant, positions)
+    if spec.reads_given:
+        return variant
     count = programs(spec, variant, positions, entries)
     cache = "stream" if count <= FEW_PROGRAMS and spec.packed else "keep"
     return dataclasses.replace(variant, cache=cache, pdl=_starts_dependently(spec, size, count))
@@ -329,6 +377,22 @@ def _of_all_heads(spec: RopeSpec, variant: RopeVariant, positions: int) -> RopeV
     fewer = few if _tile_rejection(spec, few, rows_at_once(spec, few)) is None else variant
     looped = dataclasses.replace(fewer, cache="stream", resident=LEAST_RESIDENT)
     return variant if _resident_rejection(spec, positions, looped) else looped
+
+
+def _in_chunks(spec: RopeSpec, variant: RopeVariant) -> RopeVariant:
+    """The variant with chunks of GOOD_CHUNK pairs a thread and few empty rows; as it is if none are possible."""
+    for warps in (FEW_WARPS, 2 * FEW_WARPS):
+        least, most = (pairs * 32 * warps for pairs in GOOD_CHUNK[spec.gradient_of_norm])
+        possible = [n for n in CHUNK_HEADS[1:] if n < spec.all_heads and least <= n * row_block(spec) <= most]
+        if not possible:
+            continue
+        chunk = min(possible, key=lambda n: (ceil_div(spec.all_heads, n) * n, -n))
+        found = dataclasses.replace(
+            variant, block_tokens=1, num_warps=warps, chunk_heads=chunk, resident=0, cache="stream"
+        )
+        if _chunk_rejection(spec, found) is None:
+            return found
+    return variant
 
 
 def _row_tiles(spec: RopeSpec, variant: RopeVariant, rows: int) -> int:
@@ -453,8 +517,10 @@ def adapt(variant: RopeVariant, spec: RopeSpec, to: RopeSpec) -> RopeVariant:
         variant = dataclasses.replace(variant, resident=0)
     if variant.whole_rows and _rows_rejection(to, variant):
         variant = dataclasses.replace(variant, whole_rows=False)
-    if to.norm == "all":  # a tile has all heads
-        return dataclasses.replace(variant, block_heads=ADAPTED_HEADS)
+    if to.norm == "all":  # a program has all heads
+        variant = dataclasses.replace(variant, block_heads=ADAPTED_HEADS)
+        return variant if _chunk_rejection(to, variant) is None else dataclasses.replace(variant, chunk_heads=0)
+    variant = dataclasses.replace(variant, chunk_heads=0)
     while not to.merges_batch and heads >= 2 * to.all_heads:
         tokens, heads = min(2 * tokens, max(BLOCK_TOKENS)), heads // 2
     have, wanted = float(half_row(to, variant.whole_rows)), half_row(spec, variant.whole_rows)
