@@ -305,7 +305,7 @@ PACKED: dict[str, Refusal] = {
     "start": (
         {"tensor_format": "thd", "cu_seqlens": BOUNDS, "offset": torch.tensor([0, 12])},
         ValueError,
-        r"offset plus the index of each token must be in \[0, 12\), .*, got 0 to 12",
+        "12 positions for a sequence of 4 from position 12 on, cu_seqlens 2 to 6; make",
     ),
 }
 FEATURES: dict[str, Refusal] = {
