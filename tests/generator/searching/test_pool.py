@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from generator.searching import pool
-from tuned.families.choices import one_of
+from generator.workload import WORKLOADS, Problem
+from tuned.families.choices import choices, one_of
+from tuned.families.rope.spec import RopeSize, RopeSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,3 +58,29 @@ def test_the_pool_is_the_product_without_what_a_rule_rejects(
         if (block * warps, order) != (32, "columns")
     ]
     assert (found.declared, found.rejected) == (12, {"too many": 1})
+
+
+NARROW = RopeSpec("bshd", "bfloat16", 20, 34, 2)  # whole rows have other sizes than pairs
+OF_ALL = RopeSpec("bshd", "bfloat16", 40, 128, 128, angles="cos_sin", key_heads=8, norm="all")
+HARD = [
+    Problem(spec.direction, "rope", spec, RopeSize(1, 4096))
+    for spec in (NARROW, OF_ALL, replace(OF_ALL, direction="backward"))
+]
+DRAWN = 30_000
+
+
+@pytest.mark.parametrize("family", sorted(WORKLOADS))
+def test_core_knobs_leave_out_no_legal_variant(family: str) -> None:
+    """Of variants drawn from all choices, the legal ones are those of the pool."""
+    draw, work = random.Random(family), WORKLOADS[family]
+    declared, least = choices(work.family.variant_type), 0
+    usual = list(work.problems())
+    problems = draw.sample(usual, min(4, len(usual))) + [problem for problem in HARD if problem.family == family]
+    for problem in problems:
+        found = set(pool.legal_pool(problem, 90, 132).variants)
+        for _ in range(DRAWN):
+            variant = work.family.variant_type(*(draw.choice(values) for values in declared.values()))
+            if work.family.rejection(problem.spec, problem.size, variant, 90, 132) is None:
+                least += 1
+                assert variant in found, (problem.name, variant)
+    assert least, "no legal variant was drawn"

@@ -23,7 +23,7 @@ from tuned.families.products import (
 )
 
 # What a tile's size depends on; the other knobs are free at their defaults.
-CORE_KNOBS = ("form", "block_batch", "block_hidden", "block_k", "k_parts", "num_stages", "num_warps")
+CORE_KNOBS = ("form", "block_batch", "block_hidden", "block_k", "k_parts", "num_stages", "num_warps", "schedule")
 MAX_SUMS = 4096  # rows x units of each of the four accumulators, on architectures before Hopper
 FEWEST, MOST = 96, 320  # programs of a tensor-core form, if another tile gives more or fewer
 LARGE_TILE = 4096  # rows x units

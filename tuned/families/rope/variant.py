@@ -18,7 +18,7 @@ MIN_PAIRS_PER_THREAD = 2  # as many 16-bit features as a load of 4 bytes; tiles 
 ADAPTED_HEADS = 8  # 2 x 16 on 4 warps was 80 percent slower than 4 x 8 with the same pairs (head_dim 64, H200)
 # The knobs that decide a tile's size. At their defaults the other knobs exclude nothing: a tile that a rule excludes
 # with them at their defaults is excluded with any of their values.
-CORE_KNOBS = ("block_tokens", "block_heads", "num_warps")
+CORE_KNOBS = ("block_tokens", "block_heads", "num_warps", "whole_rows", "chunk_heads")
 # Cache hints for L2, since each byte of x is used once: (loads' eviction policy, stores' cache modifier, angles' policy).
 # Kernels of plain calls give no hint for angles. Kernels of complete calls do with "stream": that saved up to 3 percent
 # in calls that read more of a table than the L2 holds. With the other two choices such a hint cost up to a tenth.
