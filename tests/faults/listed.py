@@ -2109,6 +2109,14 @@ NORM = (
         render=True,
     ),
     Fault(
+        "pools_without_chunks",
+        "tuned/families/rope/variant.py",
+        '"num_warps", "whole_rows", "chunk_heads")',
+        '"num_warps", "whole_rows")',
+        ("tests/generator/searching/test_pool.py::test_core_knobs_leave_out_no_legal_variant[rope]",),
+        "A search never tries what is legal in chunks alone.",
+    ),
+    Fault(
         "gradient_holds_more_than_registers_do",
         "tuned/families/rope/variant.py",
         "LEAST_CHUNK, MOST_CHUNK, MOST_HELD = 4, 16, 24",
