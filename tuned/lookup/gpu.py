@@ -37,7 +37,8 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)  # the types of tensors that have no 
 LAZY = "a tensor has the negative or conjugate bit, which only PyTorch's own operators resolve"
 
 BATCHED = "a tensor is a batch of gradients, which torch.autograd.grad(..., is_grads_batched=True) makes and which has no memory"
-_is_batched = torch._C._functorch.is_legacy_batchedtensor  # noqa: SLF001 - no public way to ask
+# Torch has no public way to ask. A torch without this one is taken for one without such tensors.
+_is_batched = getattr(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda _: False)  # noqa: SLF001
 
 
 def why_not_plain(t: torch.Tensor) -> str | None:
