@@ -14,8 +14,9 @@ from generator.workload import WORKLOADS
 from tests.gpu.norms import Made, Norm, judge, make, own, with_gradients
 from tests.support.run import run
 from tuned.dispatch import qk_norm_rope, qkv_norm_rope_
+from tuned.families.rope import variant as rope_variant
 from tuned.families.rope.launches import launches
-from tuned.families.rope.spec import RopeSize
+from tuned.families.rope.spec import RopeSize, RopeSpec
 from tuned.families.rope.variant import default_variant
 
 if TYPE_CHECKING:
@@ -37,9 +38,12 @@ CASES = [
     Norm(40, 8, norm="all"),
     Norm(1, 1, 80, 80, norm="all", dtype=F32, layout="bhsd", lies="swapped"),
     Norm(3, 2, 96, 64, norm="all", dtype=F16, layout="thd", place="packed", interleaved=True),
-    Norm(20, 4, 96, 64, norm="all", dtype=F16, layout="thd", place="packed", interleaved=True),  # in chunks
-    Norm(12, 12, 64, 32, norm="all", lies="gaps", inplace=True, rotated="last"),
     Norm(128, 128, norm="all", layout="thd", place="ids", inplace=True),
+]
+IN_CHUNKS = [
+    Norm(24, 8, norm="all"),
+    Norm(20, 4, 96, 96, norm="all", dtype=F16, layout="thd", place="packed", interleaved=True),
+    Norm(12, 12, 128, 64, norm="all", lies="gaps", inplace=True, rotated="last"),
 ]
 SMALL = Norm(3, 2, 64, 64, dtype=F32)
 BOTH = [SMALL, dataclasses.replace(SMALL, norm="all")]
@@ -49,6 +53,17 @@ REPLAYS = 1000
 @pytest.mark.gpu_sample
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_results_and_gradients_are_as_good_as_float32s(case: Norm) -> None:
+    judge(case, "cuda")
+
+
+@pytest.mark.gpu_sample
+@pytest.mark.parametrize("case", IN_CHUNKS, ids=lambda case: case.name)
+def test_few_tokens_in_chunks_are_as_good(case: Norm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rope_variant, "CHUNKED_TOKENS", 1)
+    spec = RopeSpec(
+        "bshd", "bfloat16", case.heads, case.dim, case.rotary, angles="cos_sin", key_heads=case.key_heads, norm="all"
+    )
+    assert default_variant(spec, RopeSize(1, 64)).chunk_heads
     judge(case, "cuda")
 
 

@@ -66,7 +66,7 @@ HARD = [
     Problem(spec.direction, "rope", spec, RopeSize(1, 4096))
     for spec in (NARROW, OF_ALL, replace(OF_ALL, direction="backward"))
 ]
-DRAWN = 30_000
+DRAWN = 12_000
 
 
 @pytest.mark.parametrize("family", sorted(WORKLOADS))
