@@ -10,6 +10,7 @@ import pytest
 from tuned.families.gru import FAMILY
 from tuned.families.gru.model import (
     HOST_STEP_US,
+    L2_BYTES,
     MARGIN,
     MARGIN_BOTH_FLOAT32,
     MARGIN_MANY_FLOAT32,
@@ -17,6 +18,7 @@ from tuned.families.gru.model import (
     MARGIN_NARROW_FLOAT32,
     MARGIN_ON_CHIP,
     MARGIN_ROW,
+    MARGIN_ROW_FAR,
     MOST_REGISTERS,
     MOST_SPLIT_REGISTERS,
     alike,
@@ -210,6 +212,11 @@ def test_where_the_model_errs_by_more_a_kernel_must_lead_by_more() -> None:
         == margin(GruSpec("bfloat16", 97), row)
         == MARGIN_ROW
     )
+    within, beyond = (GruSize(100, int(L2_BYTES / (3 * 97 * 4 * 100)) + more) for more in (0, 1))
+    assert margin_of_device(GruSpec("float32", 97), within, row) == MARGIN_ROW
+    assert margin_of_device(GruSpec("float32", 97), beyond, row) == MARGIN_ROW_FAR, "its gates come from memory"
+    assert margin_of_device(GruSpec("float32", 97, directions=2), within, row) == MARGIN_ROW_FAR, "gates of both"
+    assert margin_of_device(GruSpec("bfloat16", 97), GruSize(100, 9999), row) == MARGIN_ROW
 
 
 def test_form_row_takes_turns_where_multiprocessors_are_full() -> None:

@@ -43,6 +43,9 @@ NEAR, NEAR_MOST = 0.06, 0.1
 MOST_ALIGNED = 16
 MARGIN, MARGIN_NARROW = 0.85, 0.65
 MARGIN_ROW = 0.9  # for form "row": of 123 drawn calls, those with an estimate of up to 0.92 took 0.93 at most
+# For form "row" whose gates in float32 do not stay in the L2 from the product of the input to their step: eight such calls took 0.98
+# to 1.35 of the model's estimate, which was fitted to calls of 64 steps (docs/decisions/0087).
+MARGIN_ROW_FAR, L2_BYTES = 0.7, 50e6
 MARGIN_STEPS = 0.95  # of a launch for each step, as nn.GRU has: of 46 shapes that were measured none took more than 1.04 of its time
 MARGIN_ON_CHIP = 0.5  # for layers that ``stays_on_chip``: kernels took up to 2.1 times the model's estimate
 # For float32, both directions, many rows. None was measured, and kernels took up to 2.4 times the model's estimate.
@@ -161,8 +164,11 @@ def _of_row(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
     units, count = variant.block_hidden, programs(spec, size, variant)
     rounds = ceil_div(count, ROW_RESIDENT[units] * PROCESSORS)
     shared = ceil_div(count, rounds * PROCESSORS) - 1
+    in_turn = rounds * units**2 / (32 * variant.num_warps) / 1e3  # products that a thread computes one after another
     found = {
         "row": rounds,
+        "row_thread": in_turn,
+        "row_thread_float": in_turn if spec.dtype == "float32" else 0.0,
         "row_products": rounds * units**2 / 1e6,
         "row_shared": rounds * shared * units**2 / 1e6,
         "row_bytes": count * spec.hidden * spec.item / 1e6,
@@ -379,8 +385,11 @@ def margin(spec: GruSpec, variant: GruVariant) -> float:
 
 def margin_of_device(spec: GruSpec, size: GruSize, variant: GruVariant) -> float:
     """``margin`` where only the device's time counts: the model errs most for float32."""
-    if spec.dtype != "float32" or spec.thd or variant.by_row:
+    if spec.dtype != "float32" or spec.thd:
         return margin(spec, variant)
+    if variant.by_row:
+        gates = 3 * size.batch * size.seq * spec.directions * spec.hidden * spec.item
+        return MARGIN_ROW_FAR if gates > L2_BYTES else MARGIN_ROW
     if spec.hidden * spec.item % MOST_ALIGNED != 0:
         return MARGIN_NARROW_FLOAT32
     if stays_on_chip(spec, size):
