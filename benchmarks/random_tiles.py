@@ -3,7 +3,7 @@
 Several tiles of each call were timed in CUDA graphs, with one cache hint, beside the peers that take the call: on an
 H200 all legal tiles, without dependent launch (docs/decisions/0052); on an H100 the tiles that the rule likes best,
 with and without it (0074). The rule that chooses the default was fitted to these calls, except to those that were
-picked afterwards because they are slow (0075). No GPU is needed.
+picked afterwards because they are slow (0075, 0087). No GPU is needed.
 """
 
 from __future__ import annotations

@@ -214,6 +214,22 @@ FAMILIES = (
         "A rotation of many small programs takes 1.6 times as long, in a dependent launch.",
     ),
     Fault(
+        "sines_of_a_thread_cost_nothing",
+        "tuned/families/rope/variant.py",
+        "+ max(0.0, math.log2(max(1.0, sines / MANY_SINES)))",
+        "+ 0.0",
+        (T + "families/test_rope_variant.py::test_threads_compute_few_sines_where_hardly_any_heads_share_them",),
+        "A rotation of one head takes 1.7 of its time: each thread computes eight sines.",
+    ),
+    Fault(
+        "far_gates_as_near_ones",
+        "tuned/families/gru/model.py",
+        "return MARGIN_ROW_FAR if gates > L2_BYTES else MARGIN_ROW",
+        "return MARGIN_ROW",
+        (T + "families/test_gru_model.py::test_where_the_model_errs_by_more_a_kernel_must_lead_by_more",),
+        "A graph of 1,521 steps of 99 x 92 takes 1.14 of nn.GRU's time: its gates come from memory.",
+    ),
+    Fault(
         "fused_step_in_place",
         "tuned/families/gru_cell/variant.py",
         'if spec.inplace and variant.form != "library":',

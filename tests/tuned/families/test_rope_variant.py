@@ -19,11 +19,13 @@ from tuned.families.rope import FAMILY as ROPE
 from tuned.families.rope.launches import launches
 from tuned.families.rope.spec import LAYOUTS, RopeSize, RopeSpec
 from tuned.families.rope.variant import (
+    MANY_SINES,
     RopeVariant,
     adapt,
     default_variant,
     distance,
     fit,
+    half_block,
     half_row,
     programs,
     rejection,
@@ -70,6 +72,17 @@ def test_a_small_call_is_spread_over_the_multiprocessors() -> None:
     assert held(large) == 64
     assert held(small) <= 32
     assert programs(SPEC, default_variant(SPEC, small), 8, 1) >= 32  # of one warp each
+
+
+def test_threads_compute_few_sines_where_hardly_any_heads_share_them() -> None:
+    def sines(spec: RopeSpec) -> float:
+        variant = default_variant(spec, RopeSize(1, 15_158))
+        return variant.block_tokens * half_block(spec) / (32 * variant.num_warps)
+
+    one = RopeSpec("bshd", "float32", 1, 58, 58, inplace=True, style="interleaved")
+    tables = dataclasses.replace(one, angles="cos_sin")
+    assert sines(one) == MANY_SINES, "8 took 1.7 of its time on an H200"
+    assert sines(tables) > MANY_SINES, "what is read from a table costs less"
 
 
 def test_the_default_is_launched_as_its_tile_was_measured_to_take_less() -> None:

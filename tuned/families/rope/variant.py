@@ -51,6 +51,9 @@ HELD = {2: 6.0, 4: 6.5}
 LESS_HELD = 0.5
 LEAST_HELD = 3.5
 SPREAD = 2**14
+MANY_SINES = (
+    4  # of a thread: with more, tiles of one or two heads took 1.3 to 1.7 of the best one's time (docs/decisions/0087)
+)
 # FEW_PROGRAMS: up to so many, packed calls stream. DEPENDENT_BYTES: a program that moves so many need not start fast.
 FEW_PROGRAMS, DEPENDENT_BYTES = 1024, 8192
 # In microseconds: from one program's start to the next, in an ordinary and in a dependent launch; what a dependent
@@ -448,8 +451,10 @@ def _cost(spec: RopeSpec, size: RopeSize, variant: RopeVariant, held: float, row
     vector = item * math.gcd(spec.head_dim, VECTOR_BYTES // item) if whole_rows else vector_bytes(spec)
     at_once = padded * item / (32 * warps)
     at_once *= 2 * of_row if whole_rows else (2 if spec.interleaved else 1) * half_block(spec)
-    # Bytes of a token's angles, or what their sines cost.
-    angles = (16 if spec.computes_sincos else 8) * (2 * of_row if whole_rows else half_block(spec))
+    # Bytes of a token's angles, or what their sines cost; and sines that a thread computes.
+    of_token = 2 * of_row if whole_rows else half_block(spec)
+    angles = (16 if spec.computes_sincos else 8) * of_token
+    sines = tokens * of_token / (32 * warps) if spec.computes_sincos else 0.0
     empty = _row_tiles(spec, variant, rows) * together / rows
     empty *= ceil_div(size.seq, tokens) * tokens / size.seq
     # Rows are aligned and enough for all multiprocessors: from DEPENDENT_BYTES on a dependent launch is possible.
@@ -461,6 +466,7 @@ def _cost(spec: RopeSpec, size: RopeSize, variant: RopeVariant, held: float, row
         + 0.6 * max(0.0, math.log2(vector / at_once))  # loads are narrower than they could be
         + 2 * math.log2(empty)
         + 0.3 * math.log2(1 + angles / (2 * item * heads * of_row))  # all heads share the angles of a token
+        + max(0.0, math.log2(max(1.0, sines / MANY_SINES)))
         # In place, one warp moves parts of many rows.
         + (2 * max(0.0, math.log2(padded / warps / 16)) if spec.inplace and not whole_rows else 0.0)
         + 0.25 * max(0.0, math.log2(started))  # programs wait for earlier ones to start
