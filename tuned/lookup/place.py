@@ -25,7 +25,9 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 def own_records() -> Path | None:
     """The folder of this user's records where there is no checkout: in $XDG_DATA_HOME, or ~/.local/share.
 
-    None for a user without a home, as in some containers.
+    A relative $XDG_DATA_HOME is ignored, as its standard says: records would be found from one folder only. None for a user
+    without a home, as in some containers.
     """
-    data = expanded(os.environ.get("XDG_DATA_HOME") or "~/.local/share")
+    named = expanded(os.environ.get("XDG_DATA_HOME", ""))
+    data = named if named.is_absolute() else expanded("~/.local/share")
     return None if str(data).startswith("~") else data / "tuned-kernels" / "winners"

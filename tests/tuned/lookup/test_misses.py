@@ -224,6 +224,17 @@ def test_a_file_in_the_users_home_whose_last_line_is_torn_takes_whole_lines(
     assert [json.loads(line)["size"]["seq"] for line in whole] == [SIZE.seq, 7]
 
 
+@pytest.mark.parametrize("given", ["", "share", "./share"])
+def test_records_lie_in_the_home_where_the_data_folder_is_no_absolute_path(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/one")
+    monkeypatch.setenv("XDG_DATA_HOME", given)
+    assert place.own_records() == Path("/home/one/.local/share/tuned-kernels/winners")
+    monkeypatch.setenv("XDG_DATA_HOME", "~/share")
+    assert place.own_records() == Path("/home/one/share/tuned-kernels/winners")
+
+
 def test_a_user_without_a_home_has_no_records_of_his_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container's user may have no home; no model may stop because of it."""
 
