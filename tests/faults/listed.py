@@ -2759,6 +2759,27 @@ COPIES = (
         "A training of few rows of 661 units takes twice as long: its kernels load 2 bytes at a time.",
     ),
     Fault(
+        "parts_without_what_is_left",
+        "tuned/calls/gru/factors.py",
+        "    found = _product(low, of_high, to)\n    found = _product(high, of_low, found)\n",
+        "    found = to\n",
+        (
+            "tests/tuned/calls/test_gru_factors.py::test_a_product_of_parts_is_far_nearer_than_tensorfloat",
+            "tests/tuned/calls/test_gru_factors.py::test_gradients_by_parts_are_autograds",
+        ),
+        "Gradients of float32 weights have the error of bfloat16.",
+    ),
+    Fault(
+        "parts_where_tensor_cores_are_forbidden",
+        "tuned/calls/gru/factors.py",
+        'or spec.precision != "tf32" or',
+        "or",
+        (
+            "tests/tuned/calls/test_gru_factors.py::test_large_float32_products_are_split_where_the_gru_may_use_tensor_cores",
+        ),
+        "A GRU that is not to use TensorFloat-32 loses bits of its gradients.",
+    ),
+    Fault(
         "a_copy_for_autograd_costs_as_one_launch",
         "tuned/calls/gru/training.py",
         "    cost = BOTH_WAYS * widening_us(spec, size, call.num_layers, captured=captured, autograd=True)",

@@ -20,7 +20,7 @@ from tests.support import pairwise
 from tests.support.gru_training import outputs_of
 from tests.support.ports import free_port
 from tests.support.processes import BACKSTOP_SECONDS
-from tuned.calls.gru import plan, training
+from tuned.calls.gru import factors, plan, training
 from tuned.calls.gru.arguments import GruCall, gru_call
 from tuned.calls.gru.wavefront import Wave
 from tuned.families.gru.spec import GruSize, GruSpec
@@ -234,6 +234,39 @@ def test_the_same_bits_come_from_run_to_run() -> None:
     first = gradients(ours, x, hx, grads)
     for _ in range(10):
         assert all(torch.equal(a, b) for a, b in zip(first, gradients(ours, x, hx, grads), strict=True))
+
+
+@pytest.mark.parametrize(("layers", "both"), [(1, False), (1, True), (2, False)])
+def test_products_of_parts_are_as_near_to_float64_as_pytorchs_and_the_same_in_a_graph(
+    monkeypatch: pytest.MonkeyPatch, served: list[GruCall], layers: int, *, both: bool
+) -> None:
+    made: list[int] = []
+    product = factors._product
+    monkeypatch.setattr(factors, "_product", lambda *given: made.append(1) or product(*given))
+    torch.manual_seed(0)
+    settings = {"num_layers": layers, "bidirectional": both, "device": "cuda"}
+    theirs, ours = torch.nn.GRU(384, 384, **settings), tuned.nn.GRU(384, 384, **settings)
+    ours.load_state_dict(theirs.state_dict())
+    x, width = torch.randn(64, 40, 384, device="cuda"), 384 * (1 + both)
+    hx = torch.randn(layers * (1 + both), 40, 384, device="cuda")
+    grads = torch.randn(64, 40, width, device="cuda"), torch.randn_like(hx)
+    wanted = gradients(copy.deepcopy(theirs).double(), x.double(), hx.double(), tuple(g.double() for g in grads))
+    reference = error(gradients(theirs, x, hx, grads), wanted)
+    found = gradients(ours, x, hx, grads)
+    assert served
+    assert made
+    for index, (our, their) in enumerate(zip(error(found, wanted), reference, strict=True)):
+        assert our <= AS_GOOD * their, (index, our, their)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        gradients(ours, x, hx, grads)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(ours, x, hx, grads)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, found, strict=True))
 
 
 def test_a_captured_step_replays_with_new_inputs(served: list[GruCall]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests.support.gru_factors import multiplies
 from tests.support.gru_running import call_of, interpreted
 from tests.support.gru_training import ONE, TURNS, assert_alike, backward, choose, outputs_of, wanted_of
 from tests.support.run import INTERPRETED
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="tests/gpu/test_gpu_gru_training.py has these on a GPU"),
 ]
 
-__all__ = ["backward", "interpreted"]
+__all__ = ["backward", "interpreted", "multiplies"]
 
 HIDDEN = 16  # rows of a multiple of 16 bytes
 
@@ -79,6 +80,17 @@ def test_gradients_of_every_tensor_are_autograds(
     found = found_by(monkeypatch, call, Wave(variant, at_once, steps, 0.0), [True] * len(call.tensors), given)
     assert_alike(found, wanted_of(call, given))
     assert all(t.shape == own.shape for t, own in zip(found, call.tensors, strict=True))
+
+
+@pytest.mark.usefixtures("backward")
+def test_gradients_by_parts_are_autograds(monkeypatch: pytest.MonkeyPatch, multiplies: list[tuple[Any, ...]]) -> None:
+    monkeypatch.setattr(wavefront, "splits", lambda _spec, _rows: True)
+    call = stack_of(3, 7, 11, first=False, bias=True)
+    output, h_n = eager.gru(call)
+    given = torch.randn_like(output), torch.randn_like(h_n)
+    found = found_by(monkeypatch, call, Wave(ONE, 3, 2, 0.0), [True] * len(call.tensors), given)
+    assert_alike(found, wanted_of(call, given))
+    assert len(multiplies) == 3 + 3 * 9, "of the input; of each layer's w_ih and both parts of its w_hh, three each"
 
 
 def test_each_diagonal_is_one_launch_of_all_layers_that_have_a_chunk(

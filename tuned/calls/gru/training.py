@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 from tuned.calls.gru import eager, run, slower
 from tuned.calls.gru.arguments import GruCall
+from tuned.calls.gru.factors import Factor, multiplied, splits
 from tuned.calls.gru.gradient import launch
 from tuned.calls.gru.lengths import Lengths, lengths_of, neighbours
 from tuned.calls.gru.plan import leave, settings_of, trained
@@ -398,9 +399,12 @@ def _by_kernels(  # noqa: PLR0913 - a layer, its variant, what it kept and its g
     gradient = _tensors(call, spec, size, variant, (gates, states, before, grads), grad_h_0, given, lengths)
     launch(call.input.device.index, spec, variant, gradient)
     del gates, states, gradient  # frees memory for the products
-    found: Grads = [_grad_input(call, weights, grads) if wanted[0] else None, grad_h_0 if wanted[1] else None]
-    for cell in range(spec.directions):
-        found += grad_weights(grads[cell], rows, before[cell], hidden, wanted[2 + cell * each : 2 + (cell + 1) * each])
+    split = splits(spec, rows)
+    factors, given_rows = [Factor.of(of_cell, split=split) for of_cell in grads], Factor.of(rows, split=split)
+    found: Grads = [_grad_input(call, weights, factors) if wanted[0] else None, grad_h_0 if wanted[1] else None]
+    for cell, (of_cell, states_before) in enumerate(zip(factors, before, strict=True)):
+        asked = wanted[2 + cell * each : 2 + (cell + 1) * each]
+        found += grad_weights(of_cell, given_rows, states_before, hidden, asked)
     return found
 
 
@@ -496,11 +500,12 @@ def _cut(call: GruCall, resets: torch.Tensor, lengths: Lengths, tokens: int) -> 
     return torch.stack((forward, forward.index_select(0, after) & ~last))
 
 
-def _grad_input(call: GruCall, weights: Any, grads: torch.Tensor) -> torch.Tensor:
-    hidden = call.hx.shape[2]
-    found = torch.mm(grads[0][:, hidden:], weights[0][0])
-    for cell in range(1, len(weights)):
-        found.addmm_(grads[cell][:, hidden:], weights[cell][0])
+def _grad_input(call: GruCall, weights: Any, grads: Sequence[Factor]) -> torch.Tensor:
+    found = None
+    for of_cell, (w_ih, *_) in zip(grads, weights, strict=True):
+        weight = Factor.of(w_ih, split=of_cell.parts is not None)
+        found = multiplied(of_cell.columns(call.hx.shape[2]), weight, to=found)
+    assert found is not None, "there is one direction at least"
     return found.view(call.input.shape)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tuned.calls.gru.arguments import GruCall
+from tuned.calls.gru.factors import Factor, multiplied, splits
 from tuned.calls.gru.project import by_library, project
 from tuned.calls.gru.weights import Grads, grad_weights
 from tuned.families.gru.spec import GruSize, GruSpec
@@ -264,15 +265,20 @@ class _Group:
 
     def of_input(self) -> torch.Tensor:
         """The gradient of the lowest layer's input, ``[T, B, width]``."""
-        grads = self._tokens(self.grads)[0, :, self.hidden :]
-        return torch.mm(grads, self.lowest).view(self.seq, self.batch, -1)
+        split = splits(self.spec, self.input)
+        grads = Factor.of(self._tokens(self.grads)[0, :, self.hidden :], split=split)
+        return multiplied(grads, Factor.of(self.lowest, split=split)).view(self.seq, self.batch, -1)
 
     def of_weights(self, asked: Sequence[Sequence[bool]]) -> list[Grads]:
         """The gradients of each layer's weights: one layer's products at a time, which the library splits where sums are long."""
         parts = [self._tokens(self.grads), self._tokens(self.states)]
         inputs = [self.input, *self._tokens(self.states, 1)[:-1]]
-        layers = zip(*parts, inputs, asked, strict=True)
-        return [grad_weights(grads, rows, before, self.hidden, wanted) for grads, before, rows, wanted in layers]
+        found = []
+        for grads, before, rows, wanted in zip(*parts, inputs, asked, strict=True):
+            split = splits(self.spec, rows)
+            factors = Factor.of(grads, split=split), Factor.of(rows, split=split)
+            found.append(grad_weights(*factors, before, self.hidden, wanted))
+        return found
 
 
 @functools.lru_cache
