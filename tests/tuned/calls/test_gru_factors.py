@@ -13,7 +13,7 @@ from tests.support.gru_running import call_of, interpreted
 from tests.support.gru_training import ONE, TURNS, assert_alike, backward, choose, wanted_of
 from tests.support.run import INTERPRETED
 from tuned.calls.gru import eager, factors, training
-from tuned.calls.gru.factors import EIGHT, LEAST_COLUMNS, LEAST_TOKENS, Factor, multiplied, splits
+from tuned.calls.gru.factors import CALLED_PRODUCT, EIGHT, LEAST_COLUMNS, LEAST_TOKENS, Factor, multiplied, splits
 from tuned.families.gru.spec import GruSpec
 
 __all__ = ["backward", "interpreted", "multiplies"]
@@ -23,7 +23,7 @@ ENOUGH, WIDE = LEAST_TOKENS, LEAST_COLUMNS
 
 def rows(tokens: int = ENOUGH, features: int = WIDE, **others: Any) -> Any:
     """The input of a layer on a GPU, as far as ``splits`` looks at it."""
-    given = {"shape": (tokens, features), "is_cuda": True, "dtype": torch.float32, **others}
+    given = {"shape": (tokens, features), "is_cuda": True, "device": "cuda", "dtype": torch.float32, **others}
     return types.SimpleNamespace(**given)
 
 
@@ -33,6 +33,8 @@ def test_large_float32_products_are_split_where_the_gru_may_use_tensor_cores(
 ) -> None:
     monkeypatch.setattr(factors, "precision_of", lambda _dtype: "tf32" if tf32 else "ieee")
     monkeypatch.setattr(torch.version, "hip", None)
+    captured = [True]
+    monkeypatch.setattr(factors, "capturing", lambda _device: captured[0])
     one = GruSpec("float32", WIDE)
     assert splits(one, rows()) is not tf32, "torch's own products use tensor cores then"
     for spec, given in (
@@ -46,6 +48,11 @@ def test_large_float32_products_are_split_where_the_gru_may_use_tensor_cores(
         (one, rows(is_cuda=False)),
     ):
         assert not splits(spec, given), (spec, given)
+    captured[0] = False
+    many = CALLED_PRODUCT // WIDE**2
+    found = splits(one, rows()), splits(one, rows(tokens=many)), splits(one, rows(tokens=many + 1))
+    assert found == (False, False, not tf32), "as a call, the host makes a dozen launches more"
+    captured[0] = True
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert not splits(one, rows()), "an AMD GPU was not measured"
 

@@ -12,12 +12,15 @@ import dataclasses
 
 import torch
 
+from tuned.calls.gru.run import capturing
 from tuned.calls.products import precision_of
 from tuned.families.gru.spec import GruSpec
 
 # Of tokens and of columns, at least: with fewer, splitting takes as long as it saves. With a number of columns that is no multiple
-# of EIGHT, rows of bfloat16 are not aligned, and nothing is saved.
+# of EIGHT, rows of bfloat16 are not aligned, and nothing is saved. Outside a graph, parts take the host a dozen launches more for
+# each layer and direction: a product must have so many multiplications.
 LEAST_TOKENS, LEAST_COLUMNS, EIGHT = 2048, 320, 8
+CALLED_PRODUCT = 2**31
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,4 +78,6 @@ def splits(spec: GruSpec, rows: torch.Tensor) -> bool:
         return False
     if min(features, spec.hidden) < LEAST_COLUMNS or features % EIGHT or spec.hidden % EIGHT:
         return False
-    return rows.is_cuda and torch.version.hip is None and precision_of(rows.dtype) == "ieee"
+    if not rows.is_cuda or torch.version.hip is not None or precision_of(rows.dtype) != "ieee":
+        return False
+    return tokens * features * spec.hidden >= CALLED_PRODUCT or capturing(rows.device)
