@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -19,7 +20,7 @@ from tests.support.rope_forms import FORMS, angles, assert_same, leaves, turned
 from tuned.calls.rope import call as rope_call
 from tuned.calls.rope import ops
 from tuned.compat.flash_attn import apply_rotary_emb_qkv_
-from tuned.dispatch import rope, rope_qk, rope_qkv
+from tuned.dispatch import qk_norm_rope, rope, rope_append_, rope_qk, rope_qkv
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -457,6 +458,33 @@ def test_a_mode_that_listens_hears_the_operator_whatever_is_known(inplace: bool)
         assert_same(out, wanted)
         assert (out[0] is a) == inplace
         rotate_qk(q.clone(), k.clone(), freqs, inplace=inplace)
+
+
+LAZY: dict[str, Callable[..., Any]] = {
+    "one": lambda q, *_, **named: rope(q, tensor_format="thd", inplace=True, **named),
+    "two": lambda q, k, *_, **named: rope_qk(q, k, tensor_format="thd", inplace=True, **named),
+    "norm": lambda q, k, weight, *_, **named: qk_norm_rope(
+        q, k, weight, weight, tensor_format="thd", inplace=True, **named
+    ),
+    "cache": lambda q, k, _, cache, other, **named: rope_append_(q, k, k, cache, other, named["positions"], **named),
+}
+
+
+@pytest.mark.parametrize("negative", [(0,), (0, 1), (0, 1, 3), (0, 4, 6)])
+@pytest.mark.parametrize("name", LAZY)
+def test_a_mode_that_listens_may_overwrite_what_is_negated_lazily(name: str, negative: tuple[int, ...]) -> None:
+    shapes = (S, H, D), (S, K, D), (D,), (1, S, K, D), (1, S, K, D), (S, D // 2), (S, D // 2)
+    made = [torch.randn(shape) for shape in shapes]
+
+    def written(*, listens: bool) -> list[torch.Tensor]:
+        given = [torch.complex(t, -t).conj().imag if at in negative else t.clone() for at, t in enumerate(made)]
+        *others, cos, sin = given
+        with Listener() if listens else contextlib.nullcontext():
+            LAZY[name](*others, cos=cos, sin=sin, positions=torch.arange(S))
+        return given
+
+    for found, wanted in zip(written(listens=True), written(listens=False), strict=True):
+        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.usefixtures("watch")

@@ -167,10 +167,27 @@ def _overwriting(name: str, schema: str, count: int) -> Any:
             for t in needing:
                 _Overwrite.apply(launch if t is needing[0] else None, 1, t, *arguments[count:])
 
-    _LIBRARY.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")  # type: ignore[attr-defined]  # noqa: SLF001
+    _implement(name, function)
     _LIBRARY.impl(name, autograd, "Autograd")
-    torch.library.register_fake(f"tuned::{name}", lambda *_: None, lib=_LIBRARY)
     return made
+
+
+def _implement(name: str, function: Callable[..., None]) -> None:
+    """Register what an operator that overwrites does, beside its gradient."""
+    _LIBRARY.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")  # type: ignore[attr-defined]  # noqa: SLF001
+    torch.library.register_fake(f"tuned::{name}", lambda *_: None, lib=_LIBRARY)
+    made = getattr(torch.ops.tuned, name)
+    written = [a.alias_info is not None and a.alias_info.is_write for a in made.default._schema.arguments]  # noqa: SLF001
+
+    def negative(*arguments: Any) -> None:
+        plain = [t.resolve_neg() if isinstance(t, torch.Tensor) else t for t in arguments]
+        made(*plain)
+        for t, new, writes in zip(arguments, plain, written, strict=False):
+            if writes and new is not t:
+                t.copy_(new)
+
+    # PyTorch's own way for tensors with the negative bit fails where an argument is None.
+    _LIBRARY.impl(name, negative, "Negative")
 
 
 rope = define(
@@ -405,8 +422,7 @@ qk_norm_rope_backward = define(
 )
 _LIBRARY.define(f"qk_norm_rope_(Tensor(a!) q, Tensor(b!)? k, {_NORM_TENSORS}) -> ()")
 qk_norm_rope_ = torch.ops.tuned.qk_norm_rope_
-_LIBRARY.impl("qk_norm_rope_", torch._disable_dynamo(_run_norm_inplace), "CompositeExplicitAutograd")  # type: ignore[attr-defined]  # noqa: SLF001
-torch.library.register_fake("tuned::qk_norm_rope_", lambda *_: None, lib=_LIBRARY)
+_implement("qk_norm_rope_", _run_norm_inplace)
 
 
 # With a cache. ``rope_append_`` does not overwrite the key, ``rope_append_key_`` does.
@@ -440,9 +456,7 @@ def _appending(name: str, key: str) -> Any:
         f"Tensor? key_scale, Tensor? value_scale, Tensor? q_weight, Tensor? k_weight, {_TENSORS}, {_SETTINGS}{_OF_NORM}, "
         "str cache_layout) -> ()"
     )
-    run = functools.partial(_run_append, key.endswith("!)"))
-    _LIBRARY.impl(name, torch._disable_dynamo(run), "CompositeExplicitAutograd")  # type: ignore[attr-defined]  # noqa: SLF001
-    torch.library.register_fake(f"tuned::{name}", lambda *_: None, lib=_LIBRARY)
+    _implement(name, functools.partial(_run_append, key.endswith("!)")))
     return getattr(torch.ops.tuned, name)
 
 
