@@ -959,6 +959,23 @@ def test_a_tensor_of_another_kind_after_right_calls_gives_what_a_dense_one_does_
             torch.testing.assert_close(got, right)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_nested_tensor_without_sizes_after_right_calls_is_refused() -> None:
+    """What compares the tensors of repeated calls ends the process at such a tensor."""
+    a, b, h = torch.rand(B, 3), torch.rand(B, I - 3), torch.rand(B, N)
+    nested = torch.nested.nested_tensor([a[0], a[1]])
+    cell, weight = [w.detach() for w in W], torch.rand(T, I)
+    for _ in range(4):
+        linear_cat((a, b), weight)
+        gru_cell((a, b), h, *cell)
+        gru_cell(torch.cat((a, b), -1), h, *cell)
+    with pytest.raises(TypeError, match=r"inputs\[0\] must be a dense tensor, got a nested one.*layout=torch.jagged"):
+        linear_cat((nested, nested), weight)
+    for x in (nested, (nested, b)):
+        with pytest.raises(TypeError, match=r"must be a dense tensor, got a nested one"):
+            gru_cell(x, h, *cell)
+
+
 def test_segments_of_another_kind_after_right_ones_are_refused_as_at_first() -> None:
     """PyTorch's cat makes one sparse tensor of sparse segments, which its step takes."""
     call = copied(CALLS[gru_cell], x=(IN[0][:, :2], IN[0][:, 2:]), resets=None)

@@ -182,6 +182,7 @@ def known(  # noqa: PLR0913 - the arguments of the public call
             x = x[0]
         segments = x if type(x) is tuple else (x,)
         count, was_left = len(segments), None if inplace and _grad_enabled() else left.LEFT.get(id(weight_ih))
+        shape = segments[0].shape  # a nested tensor fails here: at it, ``alike`` would end the process
         # ``_is_left`` and what follows, written out for speed.
         if was_left is not None and not inplace and HERE.heard is None:
             for are_alike, captured in was_left.alike.get(("cell", count, _grad_enabled()), ()):
@@ -191,7 +192,7 @@ def known(  # noqa: PLR0913 - the arguments of the public call
                     return _gru_cell(x if count == 1 else _cat(segments, -1), h, weight_ih, weight_hh, bias_ih, bias_hh)
         device, given = h.get_device(), (h, weight_ih, weight_hh, bias_ih, bias_hh)
         near = (
-            h.shape, count, inplace, _autocast(), h.dtype is _FLOAT32 and precision_of(_FLOAT32), _grad_enabled(),
+            shape, count, inplace, _autocast(), h.dtype is _FLOAT32 and precision_of(_FLOAT32), _grad_enabled(),
             device if device < 0 else current_device(), forward_ad._current_level, listeners(),  # noqa: SLF001
         )  # fmt: skip
         for are_alike, plan in _PLANS.get(near, ()):  # noqa: B007 - the plan is used below

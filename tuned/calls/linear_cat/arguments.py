@@ -31,6 +31,11 @@ def check_linear_cat(inputs: Any, weight: Any, bias: Any) -> None:
             raise TypeError(
                 f"{name} must be a tensor, got {type(tensor).__name__}: the order is (inputs, weight, bias)"
             )
+        if tensor.is_nested and tensor.layout is torch.strided:
+            raise TypeError(
+                f"{name} must be a dense tensor, got a nested one, which has no sizes: make it with layout=torch.jagged, or pass "
+                ".to_padded_tensor(0)"
+            )
     first = inputs[0]
     casts = autocast_dtype(first.device.type) is not None
     for name, tensor in named:

@@ -109,6 +109,7 @@ def known(inputs: Any, weight: Any, bias: Any) -> Any:
     """The result, without checks, of a call with the properties of one that ``run_linear_cat`` served; None for any other."""
     try:
         was_left, count = left.LEFT.get(id(weight)), len(inputs)
+        shape = inputs[0].shape  # a nested tensor fails here: at it, ``alike`` would end the process
         # ``_is_left`` and what follows, written out for speed.
         if was_left is not None and HERE.heard is None:
             for are_alike, captured in was_left.alike.get(("linear", count, _grad_enabled()), ()):
@@ -116,7 +117,7 @@ def known(inputs: Any, weight: Any, bias: Any) -> Any:
                     return _linear(inputs[0] if count == 1 else _cat(inputs, -1), weight, bias)
         device = weight.get_device()
         near = (
-            count, inputs[0].shape, _autocast(), precision_of(weight.dtype), _grad_enabled(),
+            count, shape, _autocast(), precision_of(weight.dtype), _grad_enabled(),
             device if device < 0 else current_device(), forward_ad._current_level, listeners(),  # noqa: SLF001
         )  # fmt: skip
         for are_alike, plan in _PLANS.get(near, ()):  # noqa: B007 - the plan is used below
