@@ -31,7 +31,7 @@ from tuned.calls.gru import plan as gru_plan
 from tuned.calls.gru import training as gru_training
 from tuned.calls.gru_cell import run as gru_cell_run
 from tuned.calls.products import autocast_dtype
-from tuned.calls.refusal import check_flag, refuses, was_refused
+from tuned.calls.refusal import check_dense, check_flag, refuses, was_refused
 from tuned.launching.plan import modes, tracing
 from tuned.launching.zeros import zeros
 from tuned.lookup.gpu import why_eager
@@ -415,6 +415,8 @@ def _cell_at_once(module: GRUCell, x: Any, hx: Any) -> torch.Tensor | None:  # n
         if hx is None or hx.dim() != 2 or not x or any(t.dim() != 2 for t in x):  # noqa: PLR2004
             return None
         return gru_cell_run.known(x, hx, w_ih, w_hh, b_ih, b_hh, False)  # type: ignore[no-any-return] # noqa: FBT003
+    if x.is_nested:  # it may have no sizes, at which ``is_left`` would end the process
+        return None
     if hx is None:
         hx = torch.zeros(*x.shape[:-1], module.hidden_size, dtype=x.dtype, device=x.device)
     if gru_cell_run.is_left(x, hx, w_ih, w_hh, b_ih, b_hh):
@@ -462,6 +464,7 @@ def cell_arguments(
         raise ValueError(
             "input must have at least one segment, got an empty tuple: pass a tensor, or a tuple of tensors"
         )
+    check_dense({f"input[{index}]": t for index, t in enumerate(segments) if t.is_nested})
     axes = {t.dim() for t in segments}
     if len(axes) > 1 or not axes <= {1, 2}:
         raise ValueError(

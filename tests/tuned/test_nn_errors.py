@@ -117,6 +117,19 @@ def test_what_pytorch_ends_the_process_at_is_refused() -> None:
             cell(zeros(3), zeros(1, 1))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_nested_tensor_without_sizes_raises_what_pytorchs_cell_raises() -> None:
+    """What compares the tensors of repeated steps ends the process at such a tensor."""
+    ours = tuned.nn.GRUCell(I, H).requires_grad_(False)
+    for _ in range(4):
+        gru_cell(zeros(B, I), zeros(B, H), *ours.parameters())
+    nested = torch.nested.nested_tensor([zeros(I)] * B)
+    for given in ((nested,), (nested, zeros(B, H))):
+        assert outcome(lambda given=given: ours(*given)) == outcome(
+            lambda given=given: torch.nn.GRUCell.forward(ours, *given)
+        )
+
+
 CONSTRUCTORS: dict[str, Call] = {
     "proj_size": lambda t: t(I, H, proj_size=2),
     "unknown": lambda t: t(I, H, foo=2),
