@@ -27,12 +27,12 @@ from tuned.lookup.record import RecordError, Winner, device_slug
 
 from . import gpu
 from .answer import plain, put
-from .disk import folder_lock, gpu_identity, gpu_lock, naming, put_between, write_whole
+from .disk import around, folder_lock, gpu_identity, gpu_lock, naming, put_between, write_whole
 from .estimating.targets import UnknownTargetError, target_named
 from .evaluation.portfolio import candidates
 from .failures import INTERRUPTED, TuningError
 from .figures import steps
-from .places import CONTRIBUTIONS, FAMILY, HOME, LANDSCAPES, OUTSIDE, OWN, PROGRAM, ROOT, TUNE
+from .places import CONTRIBUTIONS, FAMILY, HOME, LANDSCAPES, OUTSIDE, OWN, PROGRAM, ROOT, TUNE, tune_into
 from .problem import Problem, SelectionError
 from .processes.compiler import CompilerPool
 from .processes.worker import Worker
@@ -543,15 +543,14 @@ def check_marks(path: Path, mark: str) -> None:
     """Check that a table can be put into a file, before minutes are spent on the table.
 
     Raises:
-        SelectionError: the file does not have the marks.
+        SelectionError: the file does not have the marks, or is no text.
         OSError: the file cannot be read.
     """
-    with naming(path):
-        text = path.read_text(encoding="utf-8", errors="replace")
-    if any(text.count(f"<!-- {mark}:{end} -->") != 1 for end in ("begin", "end")):
-        raise SelectionError(
-            f"--write {path} must have the marks <!-- {mark}:begin --> and <!-- {mark}:end -->, once each"
-        )
+    try:
+        with naming(path):
+            around(path, mark)
+    except ValueError as error:
+        raise SelectionError(f"--write {error}") from error
 
 
 def replay_foreign(folder: Path, seeds: int, write: Path | None, console: Console, *, plain: bool) -> int:
@@ -632,7 +631,8 @@ def carry(revision: str, device: str, folder: Path | None, console: Console) -> 
 
     winners = read_record(device, folder)
     if not winners:
-        raise SelectionError(f"there is no record of {device}")
+        there = ", ".join(recorded_devices(folder)) or "none"
+        raise SelectionError(f"there is no record of {device} (there are: {there}): --device names one of them")
     with console.status("compiling what was measured and what is here"):
         found = carrying.carry(winners, revision)
     if found.kept:
@@ -704,7 +704,7 @@ def submitted_device(wanted: str, folder: Path | None) -> str:
         where = folder or (f"{OWN} and {WINNERS}" if OWN else WINNERS)
         raise SelectionError(
             f"--gpu {wanted} must mean {meant} in {where}, which has {', '.join(there) or 'none'}: name one, or "
-            f"run {TUNE} --gpu auto first"
+            f"run {tune_into('--gpu auto', folder)} first"
         )
     return found[0]
 

@@ -94,13 +94,27 @@ def put_between(path: Path, mark: str, text: str) -> None:
     """Write a text between the marks of a file, and leave the rest alone.
 
     Raises:
-        ValueError: the file does not have the marks, once each and in order.
+        ValueError: as ``around``.
+    """
+    before, after = around(path, mark)
+    write_whole(path, f"{before}\n{text}\n{after}".encode())
+
+
+def around(path: Path, mark: str) -> tuple[str, str]:
+    """The text of a file up to its first mark, and that from its second mark on; both with the mark.
+
+    Raises:
+        ValueError: the file does not have the marks, once each and in order, or is no text.
     """
     begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
-    parts = re.split(f"({begin}|{end})", path.read_text(encoding="utf-8"))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be text in UTF-8 ({error})") from error
+    parts = re.split(f"({begin}|{end})", text)
     if parts[1::2] != [begin, end]:
-        raise ValueError(f"{path} must have the marks {begin} and {end}, once each")
-    write_whole(path, f"{parts[0]}{begin}\n{text}\n{end}{parts[-1]}".encode())
+        raise ValueError(f"{path} must have the marks {begin} and {end}, once each and in this order")
+    return parts[0] + begin, end + parts[-1]
 
 
 def disk_trouble(error: OSError) -> str | None:

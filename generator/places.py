@@ -30,6 +30,11 @@ _OF_IT = f" --family {shlex.quote(OUTSIDE)}" if OUTSIDE else ""
 PROGRAM, TUNE = place.PROGRAM + _OF_IT, place.TUNE + _OF_IT  # the commands that messages tell a user to run
 
 
+def tune_into(options: str, folder: Path | None) -> str:
+    """The command that tunes into the record in ``folder``, of --out; without that option it would write another."""
+    return f"{TUNE} {options}" + ("" if folder is None else f" --out {shlex.quote(str(folder))}")
+
+
 def _file_of(name: str) -> Path:
     """The file of a family from outside."""
     path = Path(name)

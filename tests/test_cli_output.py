@@ -346,7 +346,7 @@ def test_a_file_that_is_no_text_has_no_marks(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_bytes(b"\xff\x00")
     done = call("replay", "--write", str(tmp_path / "page.md"))
     assert done.exit_code == 2
-    assert "page.md must have the marks" in words(done)
+    assert "page.md must be text in UTF-8" in words(done)
 
 
 def test_a_file_is_no_folder_of_records(tmp_path: Path) -> None:
@@ -372,10 +372,13 @@ def test_a_cache_that_cannot_be_written_is_one_sentence_of_the_program(tmp_path:
 def test_marks_are_looked_for_before_anything_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "searches", lambda *_, **__: pytest.fail("replayed"))
     page = tmp_path / "page.md"
-    page.write_text("<!-- replay:begin -->\n")
-    done = call("replay", "--write", str(page))
-    assert done.exit_code == 2
-    assert "must have the marks <!-- replay:begin --> and <!-- replay:end -->, once each" in words(done)
+    begin, end = "<!-- replay:begin -->", "<!-- replay:end -->"
+    for text in (f"{begin}\n", f"{end}\n{begin}\n", f"{begin}\xff{end}"):
+        page.write_bytes(text.encode("latin-1"))
+        done = call("replay", "--write", str(page))
+        assert done.exit_code == 2
+        ways = (f"must have the marks {begin} and {end}, once each and in this order", "must be text in UTF-8")
+        assert any(way in words(done) for way in ways)
 
 
 # --- for programs ---------------------------------------------------------------------------------------------------
@@ -475,7 +478,9 @@ def test_studies_are_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = one_object("regret", "--device", "no_gpu")
     assert refused["error"].startswith("no landscape of no_gpu")
     monkeypatch.setattr(foreign, "load_folder", lambda _: [])
-    assert one_object("carry", "HEAD", "--device", "no_gpu")["error"] == "there is no record of no_gpu"
+    assert one_object("carry", "HEAD", "--device", "no_gpu")["error"].startswith(
+        "there is no record of no_gpu (there are: "
+    )
 
 
 def test_a_run_is_an_object(machine: Any, tmp_path: Path) -> None:

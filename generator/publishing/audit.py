@@ -31,7 +31,7 @@ from tuned.lookup.record import (
 
 from ..measuring.bench import TIMING
 from ..measuring.environment import driver_version
-from ..places import HOME, INSTALLED, OUTSIDE, PROGRAM, TUNE
+from ..places import HOME, INSTALLED, OUTSIDE, PROGRAM, tune_into
 from ..problem import Problem
 from ..rendering.structures import digests
 from ..searching.pool import same_problem
@@ -86,7 +86,7 @@ def findings(
     if not devices:
         yield Finding(
             "hard",
-            f"no record in {folder or HOME.name + '/winners'}: run {TUNE} --gpu auto on a machine with a GPU",
+            f"no record in {folder or HOME.name + '/winners'}: run {tune_into('--gpu auto', folder)} on a machine with a GPU",
         )
     unreadable = False
     for name in devices:
@@ -103,21 +103,22 @@ def findings(
 
 def _device(problems: list[Problem], device: str, folder: Path | None, here: Here) -> Iterator[Finding]:
     if device not in recorded_devices(folder):
-        yield Finding("hard", f"{device}: no record: run {TUNE} --gpu auto on it")
+        yield Finding("hard", f"{device}: no record: run {tune_into('--gpu auto', folder)} on it")
         return
     winners = read_record(device, folder)
     rows = []
     for problem in problems:
         row = next((w for w in winners if same_problem(w, problem)), None)
         if row is None:
-            yield Finding("hard", f"{device}: {problem.name} has no row: {TUNE} --problems {problem.name}")
+            again = tune_into(f"--problems {problem.name}", folder)
+            yield Finding("hard", f"{device}: {problem.name} has no row: {again}")
         else:
             rows.append(row)
     default = default_problems()
     if len(problems) == len(default):
         rows += [w for w in winners if not any(same_problem(w, p) for p in default)]
-    yield from _hard(device, rows, here)
-    yield from _soft(device, rows, here)
+    yield from _hard(device, rows, here, folder)
+    yield from _soft(device, rows, here, folder)
     yield from _landscapes(device)
     if device not in here.gpus:
         yield Finding(
@@ -138,7 +139,7 @@ def _landscapes(device: str) -> Iterator[Finding]:
         )
 
 
-def _hard(device: str, rows: list[Winner], here: Here) -> Iterator[Finding]:
+def _hard(device: str, rows: list[Winner], here: Here, folder: Path | None) -> Iterator[Finding]:
     now = {"method": METHOD, **here.gpus.get(device, {})}
     for row in rows:
         measured = row.environment
@@ -146,10 +147,10 @@ def _hard(device: str, rows: list[Winner], here: Here) -> Iterator[Finding]:
         if device_slug(measured["device_name"]) != device:
             found.append(f"the device was {measured['device_name']}, the record is of {device}")
         if found:
-            yield Finding("hard", f"{device}: {row.name} does not count: {'; '.join(found)}: {_again([row])}")
+            yield Finding("hard", f"{device}: {row.name} does not count: {'; '.join(found)}: {_again([row], folder)}")
 
 
-def _soft(device: str, rows: list[Winner], here: Here) -> Iterator[Finding]:
+def _soft(device: str, rows: list[Winner], here: Here, folder: Path | None) -> Iterator[Finding]:
     """One finding for each difference, with all rows that have it: one for each row would fill pages after a new Triton."""
     grouped: dict[str, list[Winner]] = {}
     for row in rows:
@@ -161,7 +162,7 @@ def _soft(device: str, rows: list[Winner], here: Here) -> Iterator[Finding]:
             grouped.setdefault("only the portfolio was measured (--quick)", []).append(row)
     for difference, found in grouped.items():
         which = "every row" if len(found) == len(rows) > NAMES_SHOWN else _names(found)
-        again = f"{TUNE} --gpu auto" if len(found) > NAMES_SHOWN else _again(found)
+        again = tune_into("--gpu auto", folder) if len(found) > NAMES_SHOWN else _again(found, folder)
         yield Finding("soft", f"{device}: worth tuning again, {difference}: {which}: {again}")
 
 
@@ -170,8 +171,8 @@ def _names(rows: list[Winner]) -> str:
     return names if len(rows) <= NAMES_SHOWN else f"{names} and {len(rows) - NAMES_SHOWN} more"
 
 
-def _again(rows: list[Winner]) -> str:
-    return f"{TUNE} --problems {','.join(row.name for row in rows)}"
+def _again(rows: list[Winner], folder: Path | None) -> str:
+    return tune_into(f"--problems {','.join(row.name for row in rows)}", folder)
 
 
 def _files() -> Iterator[str]:

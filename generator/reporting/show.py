@@ -10,7 +10,7 @@ from tuned.families.launch import Launch
 from tuned.lookup.record import RecordError, Winner
 
 from ..families.text import ANYWHERE, Shown
-from ..places import TUNE
+from ..places import tune_into
 from ..rendering.structures import structures
 from ..searching.pool import same_problem
 from ..selection import problem_named
@@ -27,7 +27,7 @@ def recorded_device(device: str | None, folder: Path | None = None) -> str:
     """The device if it has a record; for None nvidia_h200, or the first device that has a record.
 
     Raises:
-        RecordError: the device has no record, or there are no records.
+        RecordError: the device has no record, several have that name in theirs, or there are no records.
     """
     devices = recorded_devices(folder)
     if device is None and devices:
@@ -36,7 +36,10 @@ def recorded_device(device: str | None, folder: Path | None = None) -> str:
     if device not in devices:
         there = ", ".join(devices) or "none"
         where = f" in {folder}" if folder is not None else ""
-        raise RecordError(f"no record of {device or 'any device'}{where} (there are: {there}): run {TUNE} --gpu auto")
+        if device is not None and len(named(device, devices)) > 1:
+            raise RecordError(f"no single record of {device}{where}: name one of {there}")
+        tune = tune_into("--gpu auto", folder)
+        raise RecordError(f"no record of {device or 'any device'}{where} (there are: {there}): run {tune}")
     assert device is not None
     return device
 
@@ -58,7 +61,8 @@ def winner_of(name: str, device: str | None, folder: Path | None = None) -> Winn
     device = recorded_device(device, folder)
     row = next((w for w in read_record(device, folder) if same_problem(w, problem)), None)
     if row is None:
-        raise RecordError(f"the record of {device} has no row of {name}: {TUNE} --problems {name} measures it")
+        tune = tune_into(f"--problems {name}", folder)
+        raise RecordError(f"the record of {device} has no row of {name}: {tune} measures it")
     return row
 
 

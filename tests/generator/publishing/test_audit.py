@@ -57,7 +57,7 @@ def test_a_hard_mismatch_does_not_count(tmp_path: Path, changes: dict[str, Any],
     (only,) = found(tmp_path)
     assert only[0] == "hard"
     assert only[1].startswith(f"test_gpu: {ONE} does not count: {said}")
-    assert only[1].endswith(f"python tune.py --problems {ONE}")
+    assert only[1].endswith(f"python tune.py --problems {ONE} --out {tmp_path}")
 
 
 def test_another_text_of_the_kernel_is_hard(tmp_path: Path) -> None:
@@ -99,7 +99,8 @@ def test_many_rows_with_one_difference_are_one_line(tmp_path: Path) -> None:
         save_winner(winner(problem.name, environment={**ENVIRONMENT, "triton": "3.5.0"}), tmp_path)
     (only,) = findings(problems, "test_gpu", tmp_path, HERE)
     assert only.text == (
-        "test_gpu: worth tuning again, Triton was 3.5.0, here it is 3.6.0: every row: python tune.py --gpu auto"
+        "test_gpu: worth tuning again, Triton was 3.5.0, here it is 3.6.0: every row: "
+        f"python tune.py --gpu auto --out {tmp_path}"
     )
 
 

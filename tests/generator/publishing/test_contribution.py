@@ -380,12 +380,15 @@ def test_which_record_is_submitted(
     assert before.exit_code == exit_code
 
 
-def test_without_a_gpu_the_record_that_ships_is_not_taken_for_ones_own(folder: Path) -> None:
+def test_without_a_gpu_the_record_that_ships_is_not_taken_for_ones_own(folder: Path, tmp_path: Path) -> None:
     del folder
     done = call("submit")
     assert done.exit_code == 2
     assert "--gpu auto must mean one record" in done.output
     assert "run python tune.py --gpu auto first" in " ".join(done.output.split())
+    empty = tmp_path / "empty"
+    said = " ".join(call("submit", "--out", str(empty)).output.split())
+    assert f"run python tune.py --gpu auto --out {empty} first" in said
 
 
 def test_an_installed_program_names_both_folders_that_it_looked_into(

@@ -275,6 +275,9 @@ def test_a_problem_or_a_row_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(SelectionError, match="Did you mean llama3_8b_2x4096"):
         winner_of("llama3_8b_2x409", None, tmp_path)
     with pytest.raises(
-        RecordError, match=rf"no record of any device in {tmp_path} \(there are: none\): run python tune.py"
+        RecordError,
+        match=rf"no record of any device in {tmp_path} \(there are: none\): run python tune.py --gpu auto --out {tmp_path}$",
     ):
         winner_of("llama3_8b_2x4096", None, tmp_path)
+    with pytest.raises(RecordError, match="no single record of nvidia: name one of nvidia_h100_80gb_hbm3, nvidia_h200"):
+        winner_of("llama3_8b_2x4096", "nvidia")
