@@ -125,6 +125,28 @@ class Before:
         return None if self.gpu == "auto" else self.gpu
 
 
+def _either(option: str, before: Any, behind: Any) -> Any:
+    """The value of an option that may stand in front of a command's name or behind it; None for auto or nowhere.
+
+    Raises:
+        typer.BadParameter: it stands in both places with two values, or its value is empty.
+    """
+    if behind is not None and not str(behind).strip():  # such as an unset shell variable
+        raise typer.BadParameter(
+            f"{option} must say something, got {behind!r}: leave it out, or set what it was taken from"
+        )
+    if before is not None and behind is not None and before != behind:
+        raise typer.BadParameter(f"{option} {before} and {option} {behind} exclude each other: give one of them")
+    return before if behind in (None, "auto") else behind
+
+
+def _refuse_beside_quick(quick: bool, target: str | None, trials: int | None) -> None:  # noqa: FBT001
+    """Refuse what --quick would ignore, or what would ignore --quick."""
+    other = f"--target {target} measures nothing" if target is not None else f"--trials {trials} is of a search"
+    if quick and (target is not None or trials is not None):
+        raise typer.BadParameter(f"--quick measures a few variants that are good elsewhere, and {other}: leave one out")
+
+
 # The options in front of a command, or beside an option that stops, that it reads; --json is read by all.
 READ = {
     "show": {"--gpu", "--out"},
@@ -139,6 +161,12 @@ READ = {
     "--dry-run": {"--family", "--problems", "--target", "--out", "--trials", "--details"},
     "--check": {"--family", "--problems", "--target", "--out", "--release"},
 }
+
+
+def _in_front(name: str) -> str:
+    """What the help of a command says below its options: what it reads that only stands in front of its name."""
+    of_record = {"--out": "--out DIRECTORY (the folder of the record)", "--storage": "--storage (the trials)"}
+    return f"In front of {name}: " + " and ".join(of_record[option] for option in of_record if option in READ[name])
 
 
 def _given(context: Any) -> list[str]:  # Typer has two types of it
@@ -401,6 +429,7 @@ def main(  # noqa: PLR0913 - one parameter an option
         raise typer.BadParameter(
             f"--storage keeps what is measured, and --target {target} measures nothing: leave one out"
         )  # without the value of --storage, which may hold a password
+    _refuse_beside_quick(quick, target, trials)
     instead = [
         f"--{name}"
         for name, given in (("render", render), ("check", check), ("dry-run", dry_run), ("list", list_))
@@ -430,7 +459,7 @@ def main(  # noqa: PLR0913 - one parameter an option
     run(next((name for name, given in flags.items() if given), "tune"), command, as_json)
 
 
-@app.command(rich_help_panel=SEE)
+@app.command(rich_help_panel=SEE, epilog=_in_front("show"))
 def show(
     context: typer.Context,
     problem: Annotated[str, typer.Argument(help="A name from --list.")],
@@ -444,7 +473,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Write the winner of PROBLEM as one self-contained Triton file, to paste into another project."""
-    as_json, device = as_json or context.obj.json, device or context.obj.device
+    as_json, device = as_json or context.obj.json, _either("--gpu", context.obj.device, device)
     run("show", lambda commands: commands.show(problem, device, context.obj.out, out, errors, as_json=as_json), as_json)
 
 
@@ -461,7 +490,7 @@ def new_family(
     )
 
 
-@app.command(rich_help_panel=SEE)
+@app.command(rich_help_panel=SEE, epilog=_in_front("report"))
 def report(
     context: typer.Context,
     device: Annotated[
@@ -474,7 +503,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write what is known of a device as one HTML file: winners, floor, peers, knobs, failures; it needs no network."""
-    device = device or context.obj.device
+    device = _either("--gpu", context.obj.device, device)
     run(
         "report",
         lambda commands: commands.report(device, context.obj.out, context.obj.storage, out, errors),
@@ -482,7 +511,7 @@ def report(
     )
 
 
-@app.command(rich_help_panel=SEE)
+@app.command(rich_help_panel=SEE, epilog=_in_front("explain"))
 def explain(
     context: typer.Context,
     problem: Annotated[str, typer.Argument(help="A name from --list.")],
@@ -496,7 +525,7 @@ def explain(
 ) -> None:
     """Tell what serves PROBLEM, how near to the floor it is, and what every choice of its winner is worth."""
     given = context.obj
-    device = device or given.device
+    device = _either("--gpu", given.device, device)
     run(
         "explain",
         lambda commands: commands.explain(problem, device, given.out, given.storage, console),
@@ -504,7 +533,7 @@ def explain(
     )
 
 
-@app.command(rich_help_panel=STUDY)
+@app.command(rich_help_panel=STUDY, epilog=_in_front("regret"))
 def regret(
     context: typer.Context,
     device: Annotated[str, typer.Option(help="Whose landscapes.")] = "nvidia_h200",
@@ -517,7 +546,7 @@ def regret(
 @app.command(rich_help_panel=STUDY)
 def replay(  # noqa: PLR0913 - one parameter an option
     context: typer.Context,
-    device: Annotated[str, typer.Option(help="Whose landscapes.")] = "nvidia_h200",
+    device: Annotated[str | None, typer.Option(help="Whose landscapes. [default: nvidia_h200]")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Searches of each landscape.")] = 3,
     plain: Annotated[
         bool, typer.Option(help="Also run Optuna's own samplers unmodified, which takes a minute.")
@@ -538,6 +567,10 @@ def replay(  # noqa: PLR0913 - one parameter an option
 ) -> None:
     """Replay searches on recorded landscapes, without a GPU: how near the best they end, and the estimate beside them."""
     if foreign is not None:
+        if device is not None:
+            raise typer.BadParameter(
+                f"--device {device} and --foreign {foreign} exclude each other: a folder is read whole"
+            )
         run(
             "replay",
             lambda commands: commands.replay_foreign(foreign, seeds, write, console, plain=plain),
@@ -545,7 +578,7 @@ def replay(  # noqa: PLR0913 - one parameter an option
         )
     run(
         "replay",
-        lambda commands: commands.replay(device, seeds, write, console, plain=plain),
+        lambda commands: commands.replay(device or "nvidia_h200", seeds, write, console, plain=plain),
         as_json or context.obj.json,
     )
 
@@ -569,14 +602,15 @@ def submit(  # noqa: PLR0913 - one parameter an option
 ) -> None:
     """Make a contribution of what was measured on this GPU: an archive, and the text of a pull request."""
     given = context.obj
+    gpu, out = _either("--gpu", given.device, gpu) or "auto", _either("--out", given.out, out)
     run(
         "submit",
-        lambda commands: commands.submit(gpu or given.gpu, out or given.out, to, kernels, console),
+        lambda commands: commands.submit(gpu, out, to, kernels, console),
         as_json or context.obj.json,
     )
 
 
-@app.command(rich_help_panel=SHARE)
+@app.command(rich_help_panel=SHARE, epilog=_in_front("carry"))
 def carry(
     context: typer.Context,
     revision: Annotated[str, typer.Argument(help="The commit or tag that the rows were measured at.")],
@@ -642,28 +676,36 @@ def landscape(
             help="The folder of the landscapes. [default: that of those that ship with the source]",
         ),
     ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="The GPU to measure on: auto (the first), an index, or part of a name.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure EVERY legal variant of PROBLEMS on this GPU, for replay, regret and the estimate: about 15 s each."""
+    gpu = _either("--gpu", context.obj.device, gpu) or "auto"
     run(
         "landscape",
-        lambda commands: commands.landscape(problems, context.obj.gpu, out, console),
+        lambda commands: commands.landscape(problems, gpu, out, console),
         as_json or context.obj.json,
     )
 
 
 @app.command(rich_help_panel=STUDY)
-def model(
+def model(  # noqa: PLR0913 - one parameter an option
     context: typer.Context,
     family: Annotated[str | None, typer.Option(help="The kernel family. [default: the first that has a model]")] = None,
     seconds: Annotated[float, typer.Option(min=1, help="How long to time PyTorch's own on random shapes.")] = 25.0,
     seed: Annotated[int, typer.Option(help="Of the shapes.")] = 7,
+    gpu: Annotated[
+        str | None, typer.Option(help="The GPU to measure on: auto (the first), an index, or part of a name.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Fit the model that picks for shapes without a row; on a GPU, to what was tuned there and PyTorch's own times."""
+    gpu = _either("--gpu", context.obj.device, gpu) or "auto"
     run(
         "model",
-        lambda commands: commands.model(family, context.obj.gpu, seconds, seed, console),
+        lambda commands: commands.model(family, gpu, seconds, seed, console),
         as_json or context.obj.json,
     )
 

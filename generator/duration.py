@@ -15,5 +15,5 @@ def seconds_of(text: str) -> float:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if match is None or float(match[1]) <= 0:
-        raise ValueError(f"a time is a number with s, m or h, as in 90s, 10m or 1h, got {text!r}")
+        raise ValueError(f"a time is a number above 0 with s, m or h, as in 90s, 10m or 1h, got {text!r}")
     return float(match[1]) * UNITS[match[2]]

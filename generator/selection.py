@@ -48,7 +48,7 @@ def select(
         found = fnmatch.filter(known, pattern)
         measured = {} if found or names is None else _measured(pattern, family, folder)
         if not found and not measured and names is not None:
-            raise SelectionError(_unknown("problem", pattern, known))
+            raise SelectionError(_unknown("problem", pattern, known, family=family))
         chosen.update(found)
         others.update(measured)
     return [p for p in problems if p.name in chosen] + [p for n, p in others.items() if n not in chosen]
@@ -73,22 +73,27 @@ def problem_named(name: str, folder: Path | None = None) -> Problem:
     problems = {p.name: p for p in default_problems()}
     found = problems.get(name) or _measured(name, None, folder).get(name)
     if found is None:
-        raise SelectionError(_unknown("problem", name, list(problems)))
+        raise SelectionError(_unknown("problem", name, list(problems), patterns=False))
     return found
 
 
 LISTED = 12  # a message lists at most so many names
 
 
-def _unknown(what: str, name: str, known: list[str]) -> str:
-    """A message with the nearest names, and with all names, or where they are listed."""
+def _unknown(what: str, name: str, known: list[str], *, family: str | None = None, patterns: bool = True) -> str:
+    """A message with the nearest names, and with all names, or where they are listed.
+
+    ``family``: the only one that was looked into. ``patterns``: a pattern may stand where the name stands.
+    """
     plain = name.replace("*", "")
     close = difflib.get_close_matches(plain, known, n=3, cutoff=0.5)
     close += [one for one in known if plain and plain in one and one not in close][: 3 - len(close)]
     hint = f" Did you mean {' or '.join(close)}?" if close else ""
+    of, option = ("", "") if family is None else (f" of family {family}", f" --family {family}")
     if len(known) <= LISTED:
-        return f"no {what} {name!r}.{hint} There are: {', '.join(known)}"
-    return f"no {what} {name!r}.{hint} {TUNE} --list names all {len(known)}; a * stands for any letters"
+        return f"no {what} {name!r}{of}.{hint} There are: {', '.join(known)}"
+    rule = "a * stands for any letters" if patterns else "give one name, without a pattern"
+    return f"no {what} {name!r}{of}.{hint} {TUNE} --list{option} names all {len(known)}; {rule}"
 
 
 MAX_BYTES = 2**40  # of one set of tensors: no GPU has more memory, so no run can have recorded a larger size

@@ -177,9 +177,21 @@ def test_list_takes_a_family_and_patterns() -> None:
             ("--list", "--family", "roppe"),
             "no family 'roppe'. Did you mean rope? There are: rope, gru_cell, linear_cat, gru",
         ),
-        (("--list", "--family", "rope", "--problems", ONE), f"no problem '{ONE}'"),
+        (
+            ("--list", "--family", "rope", "--problems", ONE),
+            f"no problem '{ONE}' of family rope. Did you mean|tune.py --list --family rope names all",
+        ),
         (("--list", "--problems", ""), "--problems names none, got '': leave it out for all"),
         (("show", "llama3_8b_2x4095"), "Did you mean llama3_8b_2x4096"),
+        (("explain", "llama3*"), "; give one name, without a pattern"),
+        (("show", ONE, "--gpu", ""), "--gpu must say something, got ''"),
+        (("--gpu", "h200", "explain", ONE, "--gpu", "h100"), "--gpu h200 and --gpu h100 exclude each other"),
+        (("--out", "a", "submit", "--out", "b"), "--out a and --out b exclude each other"),
+        (("--gpu", "0", "landscape", ONE, "--gpu", "1"), "--gpu 0 and --gpu 1 exclude each other"),
+        (("--gpu", "0", "model", "--gpu", "1"), "--gpu 0 and --gpu 1 exclude each other"),
+        (("replay", "--foreign", "x", "--device", "nvidia_h100"), "--device nvidia_h100 and --foreign x exclude each"),
+        (("--quick", "--trials", "5"), "--trials 5 is of a search: leave one out"),
+        (("--quick", "--target", "a100"), "--target a100 measures nothing: leave one out"),
         (("--target", "h300", "--problems", ONE), "Did you mean nvidia_h"),
         (("--list", "--target", "h300"), "Did you mean nvidia_h"),
         (("--check", "--target", "h300"), "Did you mean nvidia_h"),
@@ -207,7 +219,8 @@ def test_list_takes_a_family_and_patterns() -> None:
 def test_a_name_that_is_not_there_is_an_error_that_helps(arguments: tuple[str, ...], said: str) -> None:
     done = call(*arguments)
     assert done.exit_code == 2
-    assert any(words in " ".join(done.output.split()) for words in said.split("|"))
+    printed = " ".join(done.output.replace("│", " ").split())  # without the frame, in which lines are broken
+    assert any(words in printed for words in said.split("|"))
 
 
 def test_the_representative_problems_exist() -> None:
@@ -225,7 +238,7 @@ def test_a_budget_is_a_time(text: str, wanted: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "ten", "-1m", "0s", "5d"])
 def test_what_is_no_time_is_refused(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="90s, 10m or 1h"):
+    with pytest.raises(typer.BadParameter, match="a number above 0 with s, m or h, as in 90s, 10m or 1h"):
         command_line.seconds(text)
 
 
@@ -243,6 +256,13 @@ def test_what_a_command_reads_in_front_of_it_is_listed() -> None:
         name = info.name or info.callback.__name__.replace("_", "-")
         read = set(re.findall(r"\b(?:given|context\.obj)\.(\w+)", inspect.getsource(info.callback))) - {"json"}
         assert {f"--{one}".replace("device", "gpu") for one in read} == command_line.READ.get(name, set()), name
+
+
+@pytest.mark.parametrize("command", ["show", "report", "explain", "regret", "carry"])
+def test_the_help_of_a_command_tells_what_only_stands_in_front_of_it(command: str) -> None:
+    said = " ".join(call(command, "--help").output.split())
+    assert f"In front of {command}: --out DIRECTORY (the folder of the record)" in said
+    assert ("and --storage (the trials)" in said) == ("--storage" in command_line.READ[command])
 
 
 def test_the_gpu_of_a_record_may_stand_in_front_of_a_command_or_behind_it(tmp_path: Path) -> None:
@@ -339,6 +359,10 @@ def test_check_lists_rows_that_are_stale_or_missing(tmp_path: Path) -> None:
     assert f"test_gpu: {ONE} does not count: the source of " in done.output
     assert "1 to do" in done.output
     assert "nvidia_b200: no record" in call(*check, "--target", "nvidia_b200").output
+    tells = json.loads(call(*check, "--json").stdout)["findings"]
+    commands_told = [one["text"] for one in tells if "tune.py " in one["text"]]
+    assert commands_told
+    assert all(text.endswith(f" --out {tmp_path}") for text in commands_told)
 
 
 def test_a_record_that_cannot_be_read_is_an_error_with_a_sentence(tmp_path: Path) -> None:
