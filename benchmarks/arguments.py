@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -30,6 +31,14 @@ def count(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def duration(text: str) -> float:
+    """A time in seconds, as the ``type`` of an argument."""
+    number = float(text)
+    if not 0 < number < math.inf:  # a loop until "nan" measures nothing, and ends as if all were right
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
     return number
 
 

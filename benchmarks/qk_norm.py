@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks import clock, session
+from benchmarks.arguments import duration
 from benchmarks.record import environment
 from generator.disk import write_whole
 from generator.measuring.stage import FOREIGN_ELEMENTS, LEAST_US
@@ -521,7 +522,7 @@ def summary(rows: Sequence[dict[str, Any]], asked: Ratios = ratios) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write; 1 where something could not be measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.qk_norm", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--seconds", type=float, default=50.0, help="for the random calls, at most")
+    parser.add_argument("--seconds", type=duration, default=50.0, help="for the random calls, at most")
     parser.add_argument("--seed", type=int, default=0, help="of the random calls")
     parser.add_argument("--out", type=Path, default=None, help="by default benchmarks/results/qk_norm/<device>.json")
     parser.add_argument("--dry", action="store_true", help="run all of it, tiny, on a CPU, without a clock")

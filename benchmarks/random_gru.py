@@ -27,6 +27,7 @@ import torch
 import tuned
 import tuned.nn
 from benchmarks import ahead, session
+from benchmarks.arguments import duration
 from benchmarks.record import environment  # of the device and the packages
 from benchmarks.verify import INTERRUPTED
 from generator.disk import write_whole
@@ -203,7 +204,7 @@ def kept(path: Path | None, content: dict[str, Any], told: Callable[[Any], str])
 def options_of(about: str | None, shapes: int = SHAPES) -> argparse.Namespace:
     """The options of a benchmark of random calls; without --seed the seed is new. The seed is printed."""
     parser = argparse.ArgumentParser(description=(about or "").partition(":")[0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="of measuring random shapes")
+    parser.add_argument("--seconds", type=duration, default=60.0, help="of measuring random shapes")
     parser.add_argument("--shapes", type=int, default=shapes, help="compiled ahead, and measured at most: %(default)s")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--out", type=Path, default=None)

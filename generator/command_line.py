@@ -703,6 +703,8 @@ def model(  # noqa: PLR0913 - one parameter an option
 ) -> None:
     """Fit the model that picks for shapes without a row; on a GPU, to what was tuned there and PyTorch's own times."""
     gpu = _either("--gpu", context.obj.device, gpu) or "auto"
+    if not math.isfinite(seconds):  # no end, or, where Typer takes nan, no time of PyTorch's own
+        raise typer.BadParameter(f"--seconds must be a number from 1 on, got {seconds}")
     run(
         "model",
         lambda commands: commands.model(family, gpu, seconds, seed, console),

@@ -29,18 +29,22 @@ TROUBLES = (  # errors, and what is said of the file
     (
         (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
         (
-            "{what} cannot be written: {why}. Make room there, or set TUNED_CACHE and --out to folders that have some. "
+            "{what} cannot be written: {why}. Make room there, or set TUNED_CACHE and --out (or --to, --write) to places "
+            "that have some. "
             "What was written before is whole and kept: the same command goes on from there"
         ),
     ),
     (
         READ_ONLY,
         (
-            "{what} cannot be written: {why}. Set TUNED_CACHE to a folder that can be, for trials and logs, and --out to "
-            "one for the record"
+            "{what} cannot be written: {why}. Set TUNED_CACHE to a folder that can be, for trials and logs, and --out (or "
+            "--to, --write) to a place for what a command writes"
         ),
     ),
-    (OTHER, "{what} cannot be used: {why}. Name another place with TUNED_CACHE or --out, or make this one usable"),
+    (
+        OTHER,
+        "{what} cannot be used: {why}. Name another place with TUNED_CACHE or --out (or --to, --write), or make this one usable",
+    ),
 )
 
 

@@ -115,7 +115,7 @@ def read_misses(path: Path) -> list[Problem]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise MissesError(
-            f"{path} cannot be read ({error}): a model that runs with TUNED_RECORD={path} "
+            f"{path} cannot be read ({error}): a model that runs on a GPU with TUNED_RECORD={path} "
             "writes it, unless each of its problems has a row"
         ) from error
     known = {(p.family, p.spec, p.size): p.name for p in default_problems()}

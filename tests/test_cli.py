@@ -73,7 +73,7 @@ def test_a_file_without_problems_is_nothing_to_do(where: tuple[str, ...], tmp_pa
 def test_a_file_that_no_model_wrote_may_mean_that_every_problem_has_a_row(tmp_path: Path) -> None:
     done = call("--problems", str(tmp_path / "misses.jsonl"))
     assert done.exit_code == 2
-    assert "writes it, unless each of its problems has a row" in done.output
+    assert "a model that runs on a GPU with TUNED_RECORD=" in done.output
 
 
 # --- lists ----------------------------------------------------------------------------------------------------------
@@ -190,6 +190,7 @@ def test_list_takes_a_family_and_patterns() -> None:
         (("--gpu", "0", "landscape", ONE, "--gpu", "1"), "--gpu 0 and --gpu 1 exclude each other"),
         (("--gpu", "0", "model", "--gpu", "1"), "--gpu 0 and --gpu 1 exclude each other"),
         (("replay", "--foreign", "x", "--device", "nvidia_h100"), "--device nvidia_h100 and --foreign x exclude each"),
+        (("model", "--seconds", "inf"), "--seconds must be a number from 1 on, got inf"),
         (("--quick", "--trials", "5"), "--trials 5 is of a search: leave one out"),
         (("--quick", "--target", "a100"), "--target a100 measures nothing: leave one out"),
         (("--target", "h300", "--problems", ONE), "Did you mean nvidia_h"),

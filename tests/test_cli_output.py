@@ -363,8 +363,8 @@ def test_a_cache_that_cannot_be_written_is_one_sentence_of_the_program(tmp_path:
     done = python(*command, environment=environment)
     assert done.returncode == 1
     said = (
-        "tune.py: /proc/nowhere cannot be used: No such file or directory. Name another place with TUNED_CACHE or --out, "
-        "or make this one usable"
+        "tune.py: /proc/nowhere cannot be used: No such file or directory. Name another place with TUNED_CACHE or --out "
+        "(or --to, --write), or make this one usable"
     )
     assert done.stderr.splitlines() == [said]
 

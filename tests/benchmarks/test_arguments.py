@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import importlib
 import os
 import subprocess
@@ -11,7 +13,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("matplotlib")
-from benchmarks import arguments
+from benchmarks import arguments, random_gru
+from tests.fuzz import __main__ as fuzz
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +40,18 @@ def test_a_wrong_argument_is_told_in_one_sentence(
         importlib.import_module(f"benchmarks.{program}").main(given)
     assert end.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: {why}")
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "0", "-1"])
+def test_a_time_that_no_loop_can_keep_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert arguments.duration("0.5") == 0.5
+    with pytest.raises(argparse.ArgumentTypeError, match=f"must be a number above 0, got {text}"):
+        arguments.duration(text)
+    monkeypatch.setattr(sys, "argv", ["", f"--seconds={text}"])
+    for read in (fuzz.arguments, functools.partial(random_gru.options_of, "")):
+        with pytest.raises(SystemExit) as end:
+            read()
+        assert end.value.code == 2
 
 
 def test_files_without_a_call_whose_tile_was_measured_are_an_error(

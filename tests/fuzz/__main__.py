@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import duration
+
 PATIENCE = 180  # seconds for one case, in which a few kernels are compiled
 SWEEPS = 12  # sweeps over the rows that were not chosen, with a case for each row; more if few rows are left
 FIRST_TURN = 1000  # the turn of the first sweep; even turns have calls like the row
@@ -49,7 +51,7 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=None)
+    parser.add_argument("--seconds", type=duration, default=None)
     parser.add_argument("--seed", type=int, default=None, help="by default the time; it is printed")
     parser.add_argument("--processes", type=lambda text: None if text == "auto" else int(text), default=None)
     parser.add_argument("--calls", type=int, default=0, help="stop when so many were made")
