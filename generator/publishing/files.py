@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tuned.families.registry import FAMILIES
-from tuned.lookup.record import MEASURED, Winner, load_record
+from tuned.lookup.record import MEASURED, Winner
 
 from ..disk import folder_lock, write_if_different
 from ..evaluation.fitting import models
@@ -16,7 +16,7 @@ from ..evaluation.portfolio import portfolios
 from ..evaluation.regret import metadata
 from ..places import HOME, OUTSIDE
 from ..rendering.structures import Kernel, default_names, structures
-from ..storage.record import WINNERS, read_record
+from ..storage.record import WINNERS, load, read_record
 
 KERNELS = HOME / "kernels"
 INDEX = '''"""Generated kernels, one module each.
@@ -33,7 +33,7 @@ DIGESTS = {
 
 def committed_kernels() -> dict[str, Kernel]:
     """Name -> kernel, for all that belong in tuned/kernels."""
-    winners = (winner for path in WINNERS.glob("*.json") for winner in load_record(path))
+    winners = (winner for path in WINNERS.glob("*.json") for winner in load(path))
     named = (name for w in winners for name in FAMILIES[w.family].kernel_names(w.spec, w.variant))
     return {name: structures()[name] for name in sorted({*default_names(), *named})}
 
@@ -45,7 +45,7 @@ def generated_files() -> dict[str, str]:
     files["kernels/__init__.py"] = INDEX % "".join(f'    "{n}": "{k.digest}",\n' for n, k in kernels.items())
     every = []
     for path in sorted(WINNERS.glob("*.json")):
-        winners = sorted(load_record(path), key=lambda w: (w.family, w.name))
+        winners = sorted(load(path), key=lambda w: (w.family, w.name))
         files[f"tables/{path.stem}.py"] = table_source(path.stem, winners)
         every += winners
     if not OUTSIDE:  # a family from outside has few rows, and none of other GPUs: its default variant serves the rest
