@@ -47,11 +47,11 @@ def legal_pool(problem: Problem, capability: int, multiprocessors: int | None = 
     looked_at = _made_to_be_looked_at(family.variant_type)
     variants = []
     for tile in itertools.product(*core.values()):
-        chosen = dict(zip(core, tile, strict=True))
-        reason = family.rejection(problem.spec, problem.size, looked_at(chosen), *here)
+        reason = family.rejection(problem.spec, problem.size, looked_at(zip(core, tile)), *here)  # noqa: B905 - strict takes time
         if reason is not None:
             reasons[reason] += 1
             continue
+        chosen = dict(zip(core, tile, strict=True))
         others = (dict(zip(rest, values, strict=True)) for values in itertools.product(*rest.values()))
         made = (family.variant_type(**chosen, **other) for other in others)
         variants += [v for v in made if family.rejection(problem.spec, problem.size, v, *here) is None]
@@ -63,16 +63,16 @@ def legal_pool(problem: Problem, capability: int, multiprocessors: int | None = 
     return Pool(math.prod(map(len, declared.values())), tuple(variants), dict(rejected.most_common()))
 
 
-def _made_to_be_looked_at(variant_type: Any) -> Callable[[dict[str, Any]], Any]:
+def _made_to_be_looked_at(variant_type: Any) -> Callable[[Iterable[tuple[str, Any]]], Any]:
     """A function that makes a variant of some knobs, with the others at their defaults, only for a rule to look at.
 
     A frozen dataclass's constructor takes longer than most rules, so it is skipped: unset fields are read from the
     class, which has each field's default, unless it has slots.
     """
     if hasattr(variant_type, "__slots__") or hasattr(variant_type, "__post_init__"):
-        return lambda chosen: variant_type(**chosen)
+        return lambda chosen: variant_type(**dict(chosen))
 
-    def made(chosen: dict[str, Any]) -> Any:
+    def made(chosen: Iterable[tuple[str, Any]]) -> Any:
         variant = object.__new__(variant_type)
         vars(variant).update(chosen)
         return variant

@@ -78,8 +78,9 @@ def test_core_knobs_leave_out_no_legal_variant(family: str) -> None:
     problems = draw.sample(usual, min(4, len(usual))) + [problem for problem in HARD if problem.family == family]
     for problem in problems:
         found = set(pool.legal_pool(problem, 90, 132).variants)
-        for _ in range(DRAWN):
-            variant = work.family.variant_type(*(draw.choice(values) for values in declared.values()))
+        columns = [draw.choices(values, k=DRAWN) for values in declared.values()]
+        for drawn in zip(*columns, strict=True):
+            variant = work.family.variant_type(*drawn)
             if work.family.rejection(problem.spec, problem.size, variant, 90, 132) is None:
                 least += 1
                 assert variant in found, (problem.name, variant)
