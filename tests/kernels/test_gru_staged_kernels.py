@@ -28,10 +28,14 @@ pytestmark = pytest.mark.interpreter
 STAGED = GruVariant("persistent", "staged", 16, 16, "poll", num_warps=4)
 
 
-@pytest.mark.parametrize(("layout", "resets"), [*((layout, False) for layout in LAYOUTS), ("dense", True)])
+TEXTS = [*((layout, False) for layout in LAYOUTS), ("dense", True)]
+PIECES = [("both", 129, 128, 2, 17), ("layer", 300, 128, 3, 3), ("layer", 384, 128, 3, 2), ("both", 466, 64, 8, 2)]
+
+
+# Each text takes two of the numbers of pieces, and each number two texts: a kernel has one loop, over however many pieces.
 @pytest.mark.parametrize(
-    ("shape", "hidden", "width", "stages", "rows"),
-    [("both", 129, 128, 2, 17), ("layer", 300, 128, 3, 3), ("layer", 384, 128, 3, 2), ("both", 466, 64, 8, 2)],
+    ("layout", "resets", "shape", "hidden", "width", "stages", "rows"),
+    [(*text, *pieces) for i, text in enumerate(TEXTS) for j, pieces in enumerate(PIECES) if (j - i) % 4 < 2],
 )
 def test_a_state_is_taken_in_pieces_of_one_width(
     layout: str,
@@ -53,8 +57,16 @@ def test_a_state_is_taken_in_pieces_of_one_width(
     assert_right(Sequences(spec, lengths_of(layout, rows, 1 if stages == 8 else 2), "rows"), variant)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("dtype", "held"), [("half", 0), ("half", 2), ("tf32", 1)])
+# Each layout with two of the three, and each of the three in two layouts.
+@pytest.mark.parametrize(
+    ("layout", "dtype", "held"),
+    [
+        (layout, *numbers)
+        for i, layout in enumerate(LAYOUTS)
+        for j, numbers in enumerate([("half", 0), ("half", 2), ("tf32", 1)])
+        if i != j
+    ],
+)
 def test_weights_that_have_no_room_are_read_at_each_step(
     layout: str, dtype: str, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
