@@ -88,6 +88,17 @@ def wanted_of(case: Case, device: str = "cpu") -> Any:
     return outcome(in_eager, case, device)
 
 
+def _parts(made: Outcome) -> list[Any]:
+    results, needs, found = made
+    return [*results, needs, *found]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor) and one == other
+
+
 def check(case: Case, device: str = "cpu") -> None:
     """Compare a call with PyTorch's operators: results, gradients, which results require one, writes, or the refusal."""
     found, wanted = outcome(by_dispatch, case, device), wanted_of(case, device)
@@ -96,6 +107,8 @@ def check(case: Case, device: str = "cpu") -> None:
         # If x and key are the same leaf, either of two refusals is right.
         assert type(found) is type(wanted) or (refused and case.shares), f"{case}: {found}"
         return
+    if all(map(_equal, _parts(found), _parts(wanted))) and len(_parts(found)) == len(_parts(wanted)):
+        return  # assert_close takes ten times as long
     # On a GPU the kernels' sines and cosines differ from PyTorch's in the last bits, and then so do rounded results.
     close = {} if device == "cpu" else TOLERANCE[case.dtype]
     torch.testing.assert_close(found, wanted, equal_nan=True, msg=lambda text: f"{case}\n{text}", **close)

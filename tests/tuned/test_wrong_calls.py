@@ -887,12 +887,12 @@ def test_anything_in_the_place_of_a_tensor_is_served_or_refused_in_words_of_ours
         assert name in may_be, f"{name} may be None"
 
 
-def emptied(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The call with each axis of each tensor empty in turn, and with the first axis of all tensors empty."""
+def emptied(call: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The call with each axis of each tensor empty in turn, and its name; and with the first axis of all tensors empty."""
     tensors = {name: t for name, t in call.items() if isinstance(t, torch.Tensor)}
     for name, t in tensors.items():
-        yield from (copied(call, **{name: t.narrow(axis, 0, 0)}) for axis in range(t.ndim))
-    yield copied(call, **{name: t[:0] for name, t in tensors.items() if t.ndim})
+        yield from ((name, copied(call, **{name: t.narrow(axis, 0, 0)})) for axis in range(t.ndim))
+    yield "", copied(call, **{name: t[:0] for name, t in tensors.items() if t.ndim})
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -901,10 +901,12 @@ def test_anything_beside_what_is_empty_and_any_setting_is_served_or_refused_in_w
     """For example a number as query beside a key without tokens: code that read one's size read the other's too."""
     call = (CALLS | DROP_INS)[function]
     names = [n for n, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
+    calls = [*emptied(call), ("", call)]
     for name, strange in itertools.product(names, (*STRANGE, *SETTINGS)):
-        for near in (*emptied(call), call):
-            with torch.no_grad():
-                refusal(function, near, **{name: strange})
+        for empty, near in calls:
+            if empty != name:  # the strange one would be in place of what is empty, beside the call as it is
+                with torch.no_grad():
+                    refusal(function, near, **{name: strange})
 
 
 @pytest.mark.filterwarnings("ignore")
