@@ -328,7 +328,7 @@ def test_a_new_family_works_and_so_do_its_tests(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == [
         "README.md", "mine.py", "mine.py.jinja", "test_mine.py",
     ]  # fmt: skip
-    done = run(tmp_path / "mine", "-m", "pytest", "-q", "-p", "no:cacheprovider", cache=tmp_path / "cache", new=True)
+    done = run(tmp_path / "mine", "-m", "pytest", "-q", "-p", "no:cacheprovider", cache=tmp_path / "cache")
     assert "3 passed" in done.stdout, done.stdout
     kept = (tmp_path / "mine" / "mine.py").read_text()
     done = tune(tmp_path, "new-family", "mine")

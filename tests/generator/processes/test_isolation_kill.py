@@ -32,7 +32,7 @@ pytestmark = pytest.mark.processes
 NAMES = ("gru_cell_dreamer_200_16", "llama3_8b_2x4096", "gru_cell_1024_inplace_64")
 PROBLEMS = [problem_named(name) for name in NAMES]
 TRIALS = 12
-KILLS = 50
+KILLS = 25
 
 
 def cost(_: Any, variant: Any) -> float:
@@ -113,7 +113,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[str]
     return (folder / "out" / "test_gpu.json").read_bytes(), measured(folder / "run"), int(count.read_text())
 
 
-def test_a_tuner_killed_at_fifty_moments_ends_as_an_unbroken_one(
+def test_a_tuner_killed_at_many_moments_ends_as_an_unbroken_one(
     tmp_path: Path, unbroken: tuple[bytes, list[str], int]
 ) -> None:
     record, whole, calls = unbroken
