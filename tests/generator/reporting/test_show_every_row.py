@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dataclasses
+import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -35,16 +36,22 @@ def rows(*families: str) -> list[Winner]:
 
 def missing(text: str) -> set[str]:
     """The names that a function of a file loads and nobody gives."""
-    tree = ast.parse(text)
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    known = {"torch", "triton", "tl", *vars(builtins), *(f.name for f in functions)}
-    found = set()
+    parts = [loaded(part) for part in text.split("\n\n\n")]  # two empty lines are between functions
+    known = {"torch", "triton", "tl", *vars(builtins), *(name for names, _ in parts for name in names)}
+    return {name for _, names in parts for name in names} - known
+
+
+@functools.cache
+def loaded(part: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The functions of a part of a file, and the names that they load and do not give. Files of many rows share parts."""
+    functions = [node for node in ast.parse(part).body if isinstance(node, ast.FunctionDef)]
+    found: set[str] = set()
     for function in functions:
         nodes = list(ast.walk(function))
         own = {n.arg for n in nodes if isinstance(n, ast.arg)}
         own |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        found |= {n.id for n in nodes if isinstance(n, ast.Name) and n.id not in own | known}
-    return found
+        found |= {n.id for n in nodes if isinstance(n, ast.Name)} - own
+    return frozenset(f.name for f in functions), frozenset(found)
 
 
 class Recorder:
