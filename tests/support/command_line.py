@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.testing
 from typer.testing import CliRunner
 
 from generator import command_line, commands, gpu
 from generator.gpu import Facts
 from tests.support.fakes import FakeCompiler, FakeWorker
+
+# A runner makes the commands of the program again for each call, which takes 14 ms: they are the same each time.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 ONE = "gru_cell_1024_inplace_64"
 
