@@ -228,7 +228,7 @@ def test_a_new_family_of_the_installed_program_works_and_names_it(command: Any, 
     )
     environment = at_home(tmp_path) | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(wheel)}
     arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "mine")
-    done = python(*arguments, cwd=tmp_path, environment=environment)
+    done = python(*arguments, cwd=tmp_path, environment=environment, new=True)
     assert "3 passed" in done.stdout, done.stdout + done.stderr
 
 
