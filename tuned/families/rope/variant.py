@@ -51,9 +51,8 @@ HELD = {2: 6.0, 4: 6.5}
 LESS_HELD = 0.5
 LEAST_HELD = 3.5
 SPREAD = 2**14
-MANY_SINES = (
-    4  # of a thread: with more, tiles of one or two heads took 1.3 to 1.7 of the best one's time (docs/decisions/0087)
-)
+# Sines of a thread: with more, tiles of one or two heads took 1.3 to 1.7 of the best one's time (docs/decisions/0087).
+MANY_SINES = 4
 # FEW_PROGRAMS: up to so many, packed calls stream. DEPENDENT_BYTES: a program that moves so many need not start fast.
 FEW_PROGRAMS, DEPENDENT_BYTES = 1024, 8192
 # In microseconds: from one program's start to the next, in an ordinary and in a dependent launch; what a dependent
