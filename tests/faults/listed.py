@@ -2759,6 +2759,14 @@ COPIES = (
         "A training of few rows of 661 units takes twice as long: its kernels load 2 bytes at a time.",
     ),
     Fault(
+        "products_of_a_training_take_no_time",
+        "tuned/calls/gru/slower.py",
+        "(ours_us + _products_us(call, spec, size) / size.seq, LEAD)",
+        "(ours_us, LEAD)",
+        ("tests/tuned/calls/test_gru_trainings_measured.py::test_products_without_tensor_cores_count",),
+        "A float32 training of 500 units takes longer than nn.GRU: its products have no tensor cores.",
+    ),
+    Fault(
         "parts_without_what_is_left",
         "tuned/calls/gru/factors.py",
         "    found = _product(low, of_high, to)\n    found = _product(high, of_low, found)\n",

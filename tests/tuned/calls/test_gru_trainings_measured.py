@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.random_gru import Shape
 from tests.support.otherwise import by_kernels
+from tuned.calls.gru import slower
 from tuned.families.gru_backward.variant import step_us
 from tuned.lookup.lookup import Gpu
 from tuned.lookup.table import tables
@@ -49,6 +50,18 @@ def test_no_graph_of_a_random_training_is_by_kernels_that_took_longer() -> None:
     assert len(rows) > 200
     assert slower, "by the rules of their time"
     assert not [row for row in slower if by_kernels(shape_of(row), H100, captured=True, trained=True)]
+
+
+def test_products_without_tensor_cores_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 units, which are like 500 but may be split, ran at 0.98 of nn.GRU before they were (docs/decisions/0088)."""
+    shape = Shape(64, 256, 500, layers=1, bidirectional=False, dtype="float32", packed=False)
+    h200 = Gpu("nvidia_h200", 90, 132, "NVIDIA H200")
+    assert not by_kernels(shape, h200, captured=True, trained=True)
+    monkeypatch.setattr(slower, "splits", lambda *_: True)
+    assert by_kernels(shape, h200, captured=True, trained=True)
+    monkeypatch.undo()
+    monkeypatch.setattr(slower, "precision_of", lambda _dtype: "tf32")
+    assert by_kernels(shape, h200, captured=True, trained=True)
 
 
 def test_a_step_takes_what_its_turns_and_messages_do() -> None:

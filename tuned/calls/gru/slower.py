@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+
 from tuned.calls.gru import run
 from tuned.calls.gru.arguments import GruCall
+from tuned.calls.gru.factors import splits
 from tuned.calls.gru.wide import width_of
+from tuned.calls.products import precision_of
 from tuned.families.gru.model import LAYER_OVER_FIRST, ONE_LAUNCH_HIDDEN, called_us
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import MAX_LOAD
@@ -31,6 +35,8 @@ ONE_LAUNCH_ROWS, ONE_LAUNCH_SAVES_US = 128, 70.0
 BEGUN_LEAD = 1.5
 # nn.GRU's backward takes at most this multiple of the model's estimate of its forward; measured with up to 128 rows.
 BACKWARD_TAKES = 2.0
+# Multiplications of float32 products in a microsecond, without tensor cores and by parts: docs/decisions/0088.
+WHOLE_PER_US, SPLIT_PER_US = 24e6, 50e6
 # Time of a slow host for a training call, in us: once, and for each layer and direction, of which cuDNN has one launch each; the
 # forward and the backward by kernels are several launches and products each. A row is of another size, so kernels must lead by
 # CALLED_LEAD. docs/decisions/0073
@@ -68,8 +74,10 @@ def slower(  # noqa: PLR0911, PLR0913 - one return per rule; a call, and what wa
     if _one_launch(spec) and spec.directions == 1 and size.batch < row.size.batch and size.batch <= ONE_LAUNCH_ROWS:
         return f"PyTorch's own is one launch for all steps, and {row.size.batch} rows say nothing of what {size.batch} take it"
     ours_us, theirs_us = _steps_us(call, spec, size, choice, row)
-    if is_aligned(call) and theirs_us < (BEGUN_LEAD if begun else LEAD) * ours_us:
-        return f"the closest row says for this size that PyTorch's own takes {theirs_us:.3g} us a step, and kernels {ours_us:.3g}"
+    # BEGUN_LEAD is that of kernels without the products beside them.
+    all_us, lead = (ours_us, BEGUN_LEAD) if begun else (ours_us + _products_us(call, spec, size) / size.seq, LEAD)
+    if is_aligned(call) and theirs_us < lead * all_us:
+        return f"the closest row says for this size that PyTorch's own takes {theirs_us:.3g} us a step, and kernels {all_us:.3g}"
     if not captured:  # host time decides
         return _slower_called(spec, size, row, call.num_layers)
     if _one_launch(spec) and size.seq * (theirs_us - ours_us) < ONE_LAUNCH_SAVES_US:
@@ -88,6 +96,15 @@ def _steps_us(call: GruCall, spec: GruSpec, size: GruSize, choice: Choice, row: 
         aligned_us = BACKWARD_TAKES * run.library_us_of(spec, size, 1, captured=True)
         theirs_us = min(theirs_us, aligned_us / size.seq)
     return row.median_us * longer / row.size.seq, theirs_us
+
+
+def _products_us(call: GruCall, spec: GruSpec, size: GruSize) -> float:
+    """The time of the float32 products after a layer's recurrence: nn.GRU's time of a row includes them, that of kernels does not."""
+    if spec.dtype != "float32" or precision_of(torch.float32) == "tf32":
+        return 0.0
+    features, rows = call.input.shape[-1], call.input.reshape(-1, call.input.shape[-1])
+    products = size.batch * size.seq * spec.directions * 3 * spec.hidden * (2 * features + spec.hidden)
+    return products / (SPLIT_PER_US if splits(spec, rows) else WHOLE_PER_US)
 
 
 def _slower_captured(
