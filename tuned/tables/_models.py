@@ -11,7 +11,7 @@ MODELS = {
         "library": {"call": 11.18, "gates": 17.46, "gates_narrow": 2.738, "gates_narrower": 28.07, "products": 8.677, "products_narrow": 37.2, "products_narrower": 11.45, "step": 4.287, "step_narrow": 0.2606, "step_narrower": 0.06477, "step_of_both": 0.08924, "units": 1.814, "weights": 0.2639, "weights_narrow": 0.617},
         "library_float32": {"call": 21.16, "cell": 0.1916, "gates": 28.28, "gates_narrow": 59.79, "products": 26.68, "products_narrow": 45.82, "products_narrower": 6.889, "step": 5.401, "weights": 2.003},
         "library_middle_float32": {"call": 27.85, "gates": 13.65, "products": 276.1, "products_narrower": 36.07, "spilled": 70.28, "step_of_both": 0.03231, "weights": 113.2, "weights_narrow": 9.432},
-        "library_small_float32": {"call": 12.41, "cell": 0.3416, "gates": 12.19, "gates_narrow": 3.083, "gates_narrower": 3.759, "products": 136.3, "step_narrow": 0.05044, "step_of_both": 0.4692, "units": 0.06913, "weights": 22.79},
+        "library_small_float32": {"call": 12.11, "cell": 0.23, "gates": 16.01, "gates_narrow": 2.161, "gates_narrower": 4.209, "products": 103.2, "step_narrow": 0.02506, "step_narrower": 0.007425, "step_of_both": 0.3753, "units": 3.516},
         "projection": {"call": 6.308, "products": 7.219, "products_narrow": 18.35, "results": 0.9027},
     },
 }

@@ -57,6 +57,9 @@ def test_products_without_tensor_cores_count(monkeypatch: pytest.MonkeyPatch) ->
     shape = Shape(64, 256, 500, layers=1, bidirectional=False, dtype="float32", packed=False)
     h200 = Gpu("nvidia_h200", 90, 132, "NVIDIA H200")
     assert not by_kernels(shape, h200, captured=True, trained=True)
+    assert by_kernels(shape, h200, captured=False, trained=True), "as a call nn.GRU launches each step"
+    larger = Shape(64, 512, 500, layers=1, bidirectional=False, dtype="float32", packed=False)
+    assert not by_kernels(larger, h200, captured=False, trained=True), "which ends before the products do"
     monkeypatch.setattr(slower, "splits", lambda *_: True)
     assert by_kernels(shape, h200, captured=True, trained=True)
     monkeypatch.undo()

@@ -35,6 +35,8 @@ ONE_LAUNCH_ROWS, ONE_LAUNCH_SAVES_US = 128, 70.0
 BEGUN_LEAD = 1.5
 # nn.GRU's backward takes at most this multiple of the model's estimate of its forward; measured with up to 128 rows.
 BACKWARD_TAKES = 2.0
+# A fast host's time for a step of a layer and direction of nn.GRU, forward and backward: docs/decisions/0082.
+HOST_STEP_US = 38.0
 # Multiplications of float32 products in a microsecond, without tensor cores and by parts: docs/decisions/0088.
 WHOLE_PER_US, SPLIT_PER_US = 24e6, 50e6
 # Time of a slow host for a training call, in us: once, and for each layer and direction, of which cuDNN has one launch each; the
@@ -76,6 +78,8 @@ def slower(  # noqa: PLR0911, PLR0913 - one return per rule; a call, and what wa
     ours_us, theirs_us = _steps_us(call, spec, size, choice, row)
     # BEGUN_LEAD is that of kernels without the products beside them.
     all_us, lead = (ours_us, BEGUN_LEAD) if begun else (ours_us + _products_us(call, spec, size) / size.seq, LEAD)
+    if not captured and all_us < HOST_STEP_US:  # the products end before PyTorch's own has launched all steps
+        all_us = ours_us
     if is_aligned(call) and theirs_us < lead * all_us:
         return f"the closest row says for this size that PyTorch's own takes {theirs_us:.3g} us a step, and kernels {all_us:.3g}"
     if not captured:  # host time decides

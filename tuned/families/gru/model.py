@@ -245,8 +245,9 @@ def library(spec: GruSpec, size: GruSize) -> tuple[str, dict[str, float]]:
         amounts |= {f"{name}_narrower": amount * (narrow - 1) for name, amount in each.items()}
     if spec.dtype != "float32":
         return "library", amounts
-    if stays_on_chip(spec, size):
-        return "library_small_float32", amounts
+    if stays_on_chip(spec, size):  # a launch and a product for each layer, one after another
+        alone = library(dataclasses.replace(spec, layers=1), size)[1] if spec.stacked else amounts
+        return "library_small_float32", {name: spec.layers * amount for name, amount in alone.items()}
     # Up to 192 units cuDNN runs some layers in one launch, and a step takes 3 us or more; with more units it runs none so, and a
     # step takes 6 or more.
     if hidden > ONE_LAUNCH_HIDDEN[1]:
