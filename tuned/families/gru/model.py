@@ -43,8 +43,8 @@ NEAR, NEAR_MOST = 0.06, 0.1
 MOST_ALIGNED = 16
 MARGIN, MARGIN_NARROW = 0.85, 0.65
 MARGIN_ROW = 0.9  # for form "row": of 123 drawn calls, those with an estimate of up to 0.92 took 0.93 at most
-# For form "row" whose gates in float32 do not stay in the L2 from the product of the input to their step: eight such calls took 0.98
-# to 1.35 of the model's estimate, which was fitted to calls of 64 steps (docs/decisions/0087).
+# For form "row" whose gates in float32 do not stay in the L2 from the product of the input to their step: eight such calls took 1.02
+# to 1.45 of the model's estimate, which was fitted to calls of 64 steps (docs/decisions/0087).
 MARGIN_ROW_FAR, L2_BYTES = 0.7, 50e6
 MARGIN_STEPS = 0.95  # of a launch for each step, as nn.GRU has: of 46 shapes that were measured none took more than 1.04 of its time
 MARGIN_ON_CHIP = 0.5  # for layers that ``stays_on_chip``: kernels took up to 2.1 times the model's estimate
@@ -164,11 +164,8 @@ def _of_row(spec: GruSpec, size: GruSize, variant: GruVariant) -> dict[str, floa
     units, count = variant.block_hidden, programs(spec, size, variant)
     rounds = ceil_div(count, ROW_RESIDENT[units] * PROCESSORS)
     shared = ceil_div(count, rounds * PROCESSORS) - 1
-    in_turn = rounds * units**2 / (32 * variant.num_warps) / 1e3  # products that a thread computes one after another
     found = {
         "row": rounds,
-        "row_thread": in_turn,
-        "row_thread_float": in_turn if spec.dtype == "float32" else 0.0,
         "row_products": rounds * units**2 / 1e6,
         "row_shared": rounds * shared * units**2 / 1e6,
         "row_bytes": count * spec.hidden * spec.item / 1e6,
@@ -245,9 +242,8 @@ def library(spec: GruSpec, size: GruSize) -> tuple[str, dict[str, float]]:
         amounts |= {f"{name}_narrower": amount * (narrow - 1) for name, amount in each.items()}
     if spec.dtype != "float32":
         return "library", amounts
-    if stays_on_chip(spec, size):  # a launch and a product for each layer, one after another
-        alone = library(dataclasses.replace(spec, layers=1), size)[1] if spec.stacked else amounts
-        return "library_small_float32", {name: spec.layers * amount for name, amount in alone.items()}
+    if stays_on_chip(spec, size):
+        return "library_small_float32", amounts
     # Up to 192 units cuDNN runs some layers in one launch, and a step takes 3 us or more; with more units it runs none so, and a
     # step takes 6 or more.
     if hidden > ONE_LAUNCH_HIDDEN[1]:
