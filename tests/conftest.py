@@ -63,9 +63,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     With a thread for each core the workers would wait for each other: NumPy's small products take a hundred times as long on
     16 cores. This is set in the process that starts the workers, since their plugins may import NumPy before any conftest.
+    Inductor would start as many compiling processes for each worker as there are cores; once a worker waited for one for ever.
     """
     if config.getoption("numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

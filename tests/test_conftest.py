@@ -39,3 +39,4 @@ def test_no_call_of_a_test_is_known_in_the_next(request: pytest.FixtureRequest) 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="not one of several workers")
 def test_a_worker_and_what_it_starts_compute_with_one_thread() -> None:
     assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
