@@ -37,6 +37,7 @@ def test_large_float32_products_are_split_where_the_gru_may_use_tensor_cores(
     monkeypatch.setattr(factors, "capturing", lambda _device: captured[0])
     one = GruSpec("float32", WIDE)
     assert splits(one, rows()) is not tf32, "torch's own products use tensor cores then"
+    assert splits(one, rows(shape=(64, ENOUGH // 64, WIDE))) is not tf32, "steps and rows are tokens"
     for spec, given in (
         (GruSpec("bfloat16", WIDE), rows(dtype=torch.bfloat16)),
         (GruSpec("float32", WIDE, precision="ieee"), rows()),

@@ -106,9 +106,8 @@ def _products_us(call: GruCall, spec: GruSpec, size: GruSize) -> float:
     """The time of the float32 products after a layer's recurrence: nn.GRU's time of a row includes them, that of kernels does not."""
     if spec.dtype != "float32" or precision_of(torch.float32) == "tf32":
         return 0.0
-    features, rows = call.input.shape[-1], call.input.reshape(-1, call.input.shape[-1])
-    products = size.batch * size.seq * spec.directions * 3 * spec.hidden * (2 * features + spec.hidden)
-    return products / (SPLIT_PER_US if splits(spec, rows) else WHOLE_PER_US)
+    products = size.batch * size.seq * spec.directions * 3 * spec.hidden * (2 * call.input.shape[-1] + spec.hidden)
+    return products / (SPLIT_PER_US if splits(spec, call.input) else WHOLE_PER_US)
 
 
 def _slower_captured(
