@@ -41,7 +41,7 @@ STAGES = 3  # tiles that a program has at a time if it takes tile after tile
 STAGED_BYTES = 90 * 1024  # of shared memory, at most, for tiles that wait: sm_86 has 99 KB
 # What follows is from landscapes of an H200: docs/decisions/0052.
 # Tiles of whole rows are tried for rows of up to NARROW_BYTES. They are the default where they took less: from
-# MANY_HEADS heads and LARGE_US of memory time on (docs/decisions/0083).
+# MANY_HEADS heads and LARGE_US of memory time on (docs/decisions/0083 and 0089).
 NARROW_BYTES, MANY_HEADS, LARGE_US = 128, 8, 1.5
 REACH = 1.5  # octaves: for a call further away than that, the default variant is a better guess than a row
 # How much of x a thread of a good tile holds, as log2 of bytes. HELD: by bytes of an element. LESS_HELD: subtracted
@@ -163,11 +163,12 @@ def has_whole_rows(spec: RopeSpec) -> bool:
 def takes_whole_rows(spec: RopeSpec, size: RopeSize | None = None) -> bool:
     """Whether the default is a tile of whole rows at this size; without a size, at any that is large enough.
 
-    It is where such tiles are tried and a token has enough heads. In tiles of pairs, a half is parts of two sectors or
-    three, and its store writes all of them. Small calls wait for loads, and whole rows have more loads:
-    docs/decisions/0083.
+    It is where such tiles are tried and enough rows share angles: the heads of a token, and in sbhd without a key those
+    of a whole position. In tiles of pairs, a half is parts of two sectors or three, and its store writes all of them.
+    Small calls wait for loads, and whole rows have more loads: docs/decisions/0083 and 0089.
     """
-    if spec.all_heads < MANY_HEADS or _rows_rejection(spec, RopeVariant(whole_rows=True)):
+    batch = size.batch if size is not None and spec.merges_batch and not spec.key_heads else 1
+    if spec.all_heads * batch < MANY_HEADS or _rows_rejection(spec, RopeVariant(whole_rows=True)):
         return False
     return size is None or _moved_us(spec, spec.all_heads * size.tokens) >= LARGE_US
 
