@@ -242,7 +242,7 @@ def _gru_at_once(module: GRU, x: Any, hx: Any, resets: Any) -> tuple[torch.Tenso
     dropout = module.dropout if module.training and layers > 1 else 0.0
     needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*weights, x, hx))
     if hx is None:
-        hx = torch.zeros(expected, dtype=x.dtype, device=x.device) if needed else zeros(expected, x)
+        hx = zeros(expected, x)
     left: Any
     if resets is not None:  # PyTorch's operator takes no resets
         left = False
@@ -284,7 +284,7 @@ def _packed_at_once(  # noqa: PLR0911 - one return per way
         return None
     expected = (layers * (2 if bidirectional else 1), int(batch_sizes[0]), module.hidden_size)
     if hx is None:
-        hx = torch.zeros(expected, dtype=x.dtype, device=x.device) if train else zeros(expected, x)
+        hx = zeros(expected, x)
     elif hx.shape != expected:
         return None
     else:

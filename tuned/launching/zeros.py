@@ -17,7 +17,10 @@ _KEPT: dict[int, torch.Tensor] = {}  # device -> bytes of 0; captured graphs rea
 
 
 def zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """A tensor of zeros on the device of ``like`` and of its dtype, which nobody may write to, save or give to a caller."""
+    """A tensor of zeros on the device of ``like`` and of its dtype, which nobody may write to or give to a caller.
+
+    A gradient may save it: autograd tells of a saved tensor that was written to since.
+    """
     if like.is_cuda and math.prod(shape) * like.element_size() <= MOST_BYTES and modes(like.get_device()) is not None:
         index = like.get_device()
         # Making the zeros that are kept waits for a copy, once.
