@@ -193,8 +193,10 @@ def draw(rng: random.Random, world: World, spec: Any = None, size: Any = None) -
         if packed and place not in ("ids", "shared") and rng.random() < 0.4:
             arguments["max_seqlen"] = longest
             refusal = "max_seqlen past the table" if longest + number > rows else ""
-        if starts and world.sees_values and views.get("positions", views.get("starts")).numel:  # type: ignore[union-attr]
-            most = max(starts) + (0 if place in ("ids", "shared") or packed or not seq else seq * cp_size - 1)
+        # Without a position nothing is read, wherever it starts. Of packed sequences the lengths tell, below.
+        of_ids = place in ("ids", "shared")
+        if starts and world.sees_values and (of_ids or (seq and not packed)):
+            most = max(starts) + (0 if of_ids else seq * cp_size - 1)
             if min(starts) < 0 or most >= rows:
                 refusal = "values past the table"
         if bounds and world.sees_values:

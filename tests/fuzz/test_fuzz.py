@@ -264,6 +264,16 @@ def test_a_case_is_a_seed_and_an_index() -> None:
     assert case(CPU, SEED, 1) != case(CPU, SEED + 1, 1)
 
 
+def test_no_call_without_a_position_is_to_be_refused_for_where_it_starts() -> None:
+    drawn = (call for index in range(3000) for call in case(CPU, SEED, index).calls)
+    refused = [call for call in drawn if call.named.get("text") == "values past the table"]
+    assert len(refused) > 40
+    for call in refused:
+        name = next(name for name in ("x", "q", "qkv", "grad_output") if name in call.views)
+        axis = {"bshd": 1, "bhsd": 2}.get(call.arguments.get("tensor_format", "bshd"), 0)
+        assert call.views[name].shape[axis]
+
+
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "thd", "bhsd"])
 def test_the_formula_is_the_oracles(layout: str) -> None:
     """Compares two references that share no code, over everything that decides which angle turns a feature."""
