@@ -267,6 +267,27 @@ def test_in_place_without_a_gradient_inductor_makes_one_launch_and_no_copy(name:
     assert "cpp_fused" not in code
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for .grad
+@pytest.mark.parametrize(
+    ("name", "needing"),
+    [*((name, (True, True)) for name in OVERWRITING), ("two", (True, False)), ("two", (False, True))],
+    ids=str,
+)
+def test_arguments_that_a_compiled_call_overwrites_get_their_gradients(name: str, needing: tuple[bool, bool]) -> None:
+    function, tensors = OVERWRITING[name]
+    freqs, made = angles(), tensors()
+    fast = torch.compile(function, backend="aot_eager", fullgraph=True)
+
+    def run(function: Callable[..., Any]) -> list[torch.Tensor]:
+        leaves = [t.clone().requires_grad_(need) for t, need in zip(made, needing, strict=False)]
+        given = [t * 1 for t in leaves]
+        out = function(freqs, *given)
+        results = (*given, *(out if isinstance(out, tuple) else (out,)))
+        return gradients(results, [t for t in leaves if t.requires_grad])
+
+    assert_same(run(fast), run(function))
+
+
 @pytest.mark.thinned_on_gpu(every=4)  # compiles C++ for a minute
 @pytest.mark.parametrize("name", ["one", "views of one", "a view", "packed"])
 def test_in_place_with_a_gradient_inductor_makes_no_copy_either(name: str) -> None:

@@ -148,13 +148,15 @@ def _overwriting(name: str, schema: str, count: int) -> Any:
     function, made = _running(count, inplace=True), getattr(torch.ops.tuned, name)
 
     def autograd(*arguments: Any) -> None:
-        rotated = arguments[:count]
+        rotated, enabled = arguments[:count], torch.is_grad_enabled()
 
         def launch() -> None:
-            with torch._C._AutoDispatchBelowAutograd():  # noqa: SLF001 - as torch.library's own operators do
+            # In a node gradients are disabled, and AOTAutograd leaves out of the gradient what a write without them does to an
+            # argument of the graph.
+            with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(enabled):  # noqa: SLF001 - as torch.library's own operators do
                 made(*arguments)
 
-        needing = [t for t in rotated if torch.is_grad_enabled() and t.requires_grad]
+        needing = [t for t in rotated if enabled and t.requires_grad]
         if len(needing) < count:
             bump_versions(*rotated)
         if not needing:
