@@ -234,8 +234,8 @@ def _gru_at_once(module: GRU, x: Any, hx: Any, resets: Any) -> tuple[torch.Tenso
     weights = _parameters(module, module._flat_weights_names)  # noqa: SLF001
     if weights is None or any(t is not None and type(t) is not torch.Tensor for t in (hx, resets)):
         return None
-    if type(x) is not torch.Tensor or x.dim() != 3 or x.dtype != weights[0].dtype:  # noqa: PLR2004
-        return None
+    if type(x) is not torch.Tensor or x.dim() != 3 or x.dtype != weights[0].dtype or x.is_nested:  # noqa: PLR2004
+        return None  # a nested tensor may have no sizes
     layers, bidirectional, batch_first = module.num_layers, module.bidirectional, module.batch_first
     expected = (layers * (2 if bidirectional else 1), x.shape[0 if batch_first else 1], module.hidden_size)
     settings = (module.bias, layers, bidirectional, batch_first)
@@ -328,6 +328,7 @@ def gru_arguments(
         raise TypeError(
             f"input and hx must be tensors, got {type(x).__name__} and {type(hx).__name__}: convert them with torch.as_tensor(...)"
         )
+    check_dense({"input": x, "hx": hx})
     if packed is None:
         x, hx = _batched(module, x, hx)
     elif hx is not None:

@@ -130,6 +130,18 @@ def test_a_nested_tensor_without_sizes_raises_what_pytorchs_cell_raises() -> Non
         )
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_nested_tensor_without_sizes_gets_what_pytorchs_gru_gives() -> None:
+    ours, theirs = tuned.nn.GRU(I, H), torch.nn.GRU(I, H)
+    ours.load_state_dict(theirs.state_dict())
+    ours(zeros(T, B, I))
+    same, apart = (torch.nested.nested_tensor([torch.randn(n, I) for n in lengths]) for lengths in ((T, T), (T, 2)))
+    state = zeros(1, T, H)
+    for given in ((same, state), (same,), (apart, state), (same[0], same), (same, zeros(1, 2, H))):
+        assert outcome(lambda given=given: ours(*given)) == outcome(lambda given=given: theirs(*given))
+    torch.testing.assert_close(ours(same, state), theirs(same, state), rtol=0, atol=0)
+
+
 CONSTRUCTORS: dict[str, Call] = {
     "proj_size": lambda t: t(I, H, proj_size=2),
     "unknown": lambda t: t(I, H, foo=2),
