@@ -276,11 +276,11 @@ def _packed_at_once(  # noqa: PLR0911 - one return per way
         return None
     settings = (module.bias, layers, bidirectional, False)
     dropout = module.training and module.dropout and layers > 1
-    if weights is None:
+    if weights is None or not batch_sizes.numel():
         return None
     train = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, hx, *weights))
     left = gru_plan.is_left(x, None, weights, settings, batch_sizes.numel(), gradient=train)
-    if dropout or (not left and (train or x.dtype != weights[0].dtype or not batch_sizes.numel())):
+    if dropout or (not left and (train or x.dtype != weights[0].dtype)):
         return None
     expected = (layers * (2 if bidirectional else 1), int(batch_sizes[0]), module.hidden_size)
     if hx is None:

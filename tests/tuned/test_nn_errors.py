@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import zeros
-from torch.nn.utils.rnn import pack_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import tuned.nn
 from tests.support.outcome import outcome
@@ -128,6 +128,12 @@ def test_a_nested_tensor_without_sizes_raises_what_pytorchs_cell_raises() -> Non
         assert outcome(lambda given=given: ours(*given)) == outcome(
             lambda given=given: torch.nn.GRUCell.forward(ours, *given)
         )
+
+
+def test_no_packed_sequence_after_a_known_call_raises_what_pytorchs_gru_raises() -> None:
+    ours, none = tuned.nn.GRU(I, H).requires_grad_(False), PackedSequence(zeros(0, I), zeros(0, dtype=torch.int64))
+    ours(zeros(T, B, I))
+    assert outcome(lambda: ours(none)) == outcome(lambda: torch.nn.GRU(I, H)(none))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
