@@ -55,7 +55,8 @@ def warm(model: Any = None, /, *example_inputs: Any, processes: int | None = Non
     training, or an input of a function requires one.
 
     Afterwards the model's buffers, training mode and gradients, the tensors among the inputs and the random generators
-    are as before. State that a model keeps in other objects, such as lists, caches or attributes, is not restored.
+    are as before. State that a model keeps in other objects, such as lists, caches or attributes, is not restored, nor
+    are sparse and nested tensors.
     Parameters are not copied: a model that overwrites one is refused afterwards, except that a write through ``.data``
     is neither noticed nor undone. The runs need the memory that PyTorch's operators need in place of ours, and a copy of
     the buffers and inputs.
@@ -259,7 +260,8 @@ def _kept(model: torch.nn.Module | None, inputs: list[Any]) -> Iterator[Callable
 
 def _has_memory(t: Any) -> bool:
     """Whether a value is a tensor whose elements lie in memory that can be read and written."""
-    return isinstance(t, torch.Tensor) and why_not_plain(t) is None and t.layout is torch.strided and not t.is_meta
+    strided = isinstance(t, torch.Tensor) and why_not_plain(t) is None and t.layout is torch.strided
+    return strided and not t.is_meta and not t.is_nested
 
 
 def _place(t: torch.Tensor) -> tuple[Any, ...]:

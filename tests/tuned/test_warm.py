@@ -412,6 +412,15 @@ def test_only_what_was_changed_is_written_back(tmp_path: Path) -> None:
     assert copy.numel() == (7 + 6 + 1) * 4
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, that nested tensors are a prototype
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_model_of_nested_tensors_is_warmed(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(3, 2), torch.ones(1, 2)], layout=layout)
+    seen: list[int] = []
+    tuned.warm(lambda t: seen.append((t * 2).values().sum().int().item()), nested)
+    assert seen == [16]
+
+
 def test_gradients_are_as_before_where_the_model_adds_to_them() -> None:
     model = torch.nn.Linear(2, 2)
     model.register_forward_hook(lambda module, *_: (module.weight.grad.add_(1), None)[1])
