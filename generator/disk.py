@@ -95,13 +95,14 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def put_between(path: Path, mark: str, text: str) -> None:
-    """Write a text between the marks of a file, and leave the rest alone.
+    """Write a text between the marks of a file, with the line ends of the file, and leave the rest alone.
 
     Raises:
         ValueError: as ``around``.
     """
     before, after = around(path, mark)
-    write_whole(path, f"{before}\n{text}\n{after}".encode())
+    end = "\r\n" if "\r\n" in before + after else "\n"
+    write_whole(path, end.join((before, *text.split("\n"), after)).encode())
 
 
 def around(path: Path, mark: str) -> tuple[str, str]:
@@ -112,7 +113,7 @@ def around(path: Path, mark: str) -> tuple[str, str]:
     """
     begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode()  # read_text would lose the line ends of Windows
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be text in UTF-8 ({error})") from error
     parts = re.split(f"({begin}|{end})", text)

@@ -275,6 +275,15 @@ def test_what_is_written_keeps_a_link_and_a_mode(tmp_path: Path) -> None:
     assert (tmp_path / "not yet").stat().st_mode & 0o777 == 0o666 & ~disk._UMASK
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_the_line_ends_of_a_file_stay_where_a_text_is_put_into_it(tmp_path: Path, end: bytes) -> None:
+    page = tmp_path / "page.md"
+    page.write_bytes(end.join((b"# Title", b"<!-- a:begin -->", b"old", b"<!-- a:end -->", b"the rest", b"")))
+    put_between(page, "a", "one\ntwo")
+    wanted = (b"# Title", b"<!-- a:begin -->", b"one", b"two", b"<!-- a:end -->", b"the rest", b"")
+    assert page.read_bytes() == end.join(wanted)
+
+
 def test_what_is_put_between_marks_is_written_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
