@@ -125,16 +125,21 @@ class Before:
         return None if self.gpu == "auto" else self.gpu
 
 
+def _refuse_empty(option: str, value: Any) -> None:
+    """Refuse an empty value, such as an unset shell variable: it would mean the default, or no name."""
+    if value is not None and not str(value).strip():
+        raise typer.BadParameter(
+            f"{option} must say something, got {value!r}: leave it out, or set what it was taken from"
+        )
+
+
 def _either(option: str, before: Any, behind: Any) -> Any:
     """The value of an option that may stand in front of a command's name or behind it; None for auto or nowhere.
 
     Raises:
         typer.BadParameter: it stands in both places with two values, or its value is empty.
     """
-    if behind is not None and not str(behind).strip():  # such as an unset shell variable
-        raise typer.BadParameter(
-            f"{option} must say something, got {behind!r}: leave it out, or set what it was taken from"
-        )
+    _refuse_empty(option, behind)
     if before is not None and behind is not None and before != behind:
         raise typer.BadParameter(f"{option} {before} and {option} {behind} exclude each other: give one of them")
     return before if behind in (None, "auto") else behind
@@ -405,12 +410,9 @@ def main(  # noqa: PLR0913 - one parameter an option
             raise typer.BadParameter(
                 f"--ray {ray} and a family of your own exclude each other: hosts are sent this checkout only"
             )
-    empty = {"--gpu": gpu, "--gpus": gpus, "--ray": ray, "--storage": storage, "--target": target}
-    for option, value in empty.items():
-        if value is not None and not value.strip():
-            raise typer.BadParameter(
-                f"{option} must say something, got {value!r}: leave it out, or set what it was taken from"
-            )
+    where = {"--gpu": gpu, "--gpus": gpus, "--ray": ray, "--storage": storage, "--target": target}
+    for option, value in where.items():
+        _refuse_empty(option, value)
     if details and not dry_run:
         raise typer.BadParameter("--details is of --dry-run: give both")
     context.obj = Before(gpu, out, storage, as_json)
@@ -540,6 +542,7 @@ def regret(
     as_json: Json = False,
 ) -> None:
     """Tell, for each rule that was tried, how far from the best its pick for a problem without a row is."""
+    _refuse_empty("--device", device)
     run("regret", lambda commands: commands.regret(device, context.obj.out, console), as_json or context.obj.json)
 
 
@@ -566,6 +569,7 @@ def replay(  # noqa: PLR0913 - one parameter an option
     as_json: Json = False,
 ) -> None:
     """Replay searches on recorded landscapes, without a GPU: how near the best they end, and the estimate beside them."""
+    _refuse_empty("--device", device)
     if foreign is not None:
         if device is not None:
             raise typer.BadParameter(
@@ -618,6 +622,7 @@ def carry(
     as_json: Json = False,
 ) -> None:
     """Keep rows whose kernels changed in text and not in machine code: both are compiled and compared; needs no GPU."""
+    _refuse_empty("--device", device)
     run(
         "carry",
         lambda commands: commands.carry(revision, device, context.obj.out, console),
@@ -703,6 +708,7 @@ def model(  # noqa: PLR0913 - one parameter an option
 ) -> None:
     """Fit the model that picks for shapes without a row; on a GPU, to what was tuned there and PyTorch's own times."""
     gpu = _either("--gpu", context.obj.device, gpu) or "auto"
+    _refuse_empty("--family", family)
     if not math.isfinite(seconds):  # no end, or, where Typer takes nan, no time of PyTorch's own
         raise typer.BadParameter(f"--seconds must be a number from 1 on, got {seconds}")
     run(

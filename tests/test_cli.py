@@ -190,6 +190,11 @@ def test_list_takes_a_family_and_patterns() -> None:
         (("--gpu", "0", "landscape", ONE, "--gpu", "1"), "--gpu 0 and --gpu 1 exclude each other"),
         (("--gpu", "0", "model", "--gpu", "1"), "--gpu 0 and --gpu 1 exclude each other"),
         (("replay", "--foreign", "x", "--device", "nvidia_h100"), "--device nvidia_h100 and --foreign x exclude each"),
+        *(
+            ((*command, "--device", ""), "--device must say something, got ''")
+            for command in (("regret",), ("replay",), ("carry", "HEAD"))
+        ),
+        (("model", "--family", " "), "--family must say something, got ' '"),
         (("model", "--seconds", "inf"), "--seconds must be a number from 1 on, got inf"),
         (("--quick", "--trials", "5"), "--trials 5 is of a search: leave one out"),
         (("--quick", "--target", "a100"), "--target a100 measures nothing: leave one out"),
