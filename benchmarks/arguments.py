@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from tuned.lookup.record import parsed
+
 
 def file(text: str) -> Path:
     """A file that exists, as the ``type`` of an argument."""
@@ -16,6 +18,24 @@ def file(text: str) -> Path:
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"there is no file {text!r}")
     return path
+
+
+def results(field: str) -> Callable[[str], Path]:
+    """The ``type`` of an argument that is a file of results, of which each row has ``field``."""
+
+    def checked(text: str) -> Path:
+        path = file(text)
+        try:
+            rows = parsed(path.read_bytes())["rows"]
+            rows = rows.values() if isinstance(rows, dict) else rows
+            right = all(isinstance(row, dict) and field in row for row in rows)
+        except (ValueError, LookupError, TypeError):  # no JSON, or another
+            right = False
+        if not right:
+            raise argparse.ArgumentTypeError(f"{text!r} is no file of results whose rows have {field!r}")
+        return path
+
+    return checked
 
 
 def folder(text: str) -> Path:

@@ -81,7 +81,10 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "results", nargs="?", type=arguments.file, help="a results file; without it, that of the last release"
+        "results",
+        nargs="?",
+        type=arguments.results("suite"),
+        help="a results file; without it, that of the last release",
     )
     which.add_argument("--here", action="store_true", help="that of the GPU that is here")
     options = parser.parse_args(given)

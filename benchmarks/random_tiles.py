@@ -65,7 +65,7 @@ def main(given: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     default = sorted(FILES.glob("*.json"))
-    parser.add_argument("files", nargs="*", type=arguments.file, default=default, metavar="FILE")
+    parser.add_argument("files", nargs="*", type=arguments.results("tiles"), default=default, metavar="FILE")
     found = left(rows_of(parser.parse_args(given).files))
     if not found:
         parser.error("the default tile of no call was measured in these files")

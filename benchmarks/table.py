@@ -347,7 +347,10 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__)
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "results", nargs="?", type=arguments.file, help="a results file; without it, those of the last release"
+        "results",
+        nargs="?",
+        type=arguments.results("suite"),
+        help="a results file; without it, those of the last release",
     )
     which.add_argument("--here", action="store_true", help="those of the GPU that is here")
     instead = parser.add_mutually_exclusive_group()

@@ -42,6 +42,22 @@ def test_a_wrong_argument_is_told_in_one_sentence(
     assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: {why}")
 
 
+@pytest.mark.parametrize("program", ["table", "plot", "summary --results", "random_tiles"])
+@pytest.mark.parametrize(
+    "content", ["", '{"rows": [', "[]", "{}", '{"rows": 1}', '{"rows": [{"peers": {}}]}', "\x80", "[" * 10**5]
+)
+def test_a_file_of_no_results_or_others_is_told_in_one_sentence(
+    program: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(content, encoding="latin-1")
+    name, *option = program.split()
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(f"benchmarks.{name}").main([*option, str(path)])
+    assert end.value.code == 2
+    assert f"{str(path)!r} is no file of results whose rows have" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["nan", "inf", "0", "-1"])
 def test_a_time_that_no_loop_can_keep_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert arguments.duration("0.5") == 0.5
