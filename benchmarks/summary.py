@@ -20,7 +20,7 @@ from benchmarks.call import Call
 from benchmarks.peers import PACKAGES
 from benchmarks.random_gru import Shape
 from benchmarks.record import environment
-from generator.disk import put_between
+from generator.disk import around, put_between
 
 MARK = "summary"
 PEERS = ("flash-attention", "Liger-Kernel", "torch.compile", "eager PyTorch")
@@ -162,6 +162,11 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", type=arguments.file, help="put the table between its marks in this file")
     parser.add_argument("--plot", type=Path, help="draw the picture into this file")
     options = parser.parse_args(given)
+    if options.write is not None:
+        try:
+            around(options.write, MARK)
+        except ValueError as error:
+            parser.error(str(error))  # before minutes of measuring
     if options.results is not None:
         document = json.loads(options.results.read_text())
     elif torch.cuda.is_available():

@@ -18,7 +18,7 @@ import torch
 from benchmarks import arguments, bars
 from benchmarks.plan import COMPLETE, MODELS, SUITES
 from benchmarks.session import RESULTS
-from generator.disk import put_between
+from generator.disk import around, put_between
 from tuned.lookup.record import device_slug
 
 Result = dict[str, Any]
@@ -363,14 +363,17 @@ def main(given: Sequence[str] | None = None) -> int:
     documents = read([options.results] if options.results else (here if options.here else newest)(*FOLDERS))
     layouts = ("bshd", "sbhd", "thd") if options.all else ("bshd",)
     texts = {"bars": bars.report(merged(documents))} if options.bars else parts(documents, layouts)
-    for name, text in texts.items():
-        if not options.write:
-            print(text)
-            continue
+    if options.write:
         try:
-            put_between(options.write, name, text)
+            for name in texts:  # all tables are written, or none
+                around(options.write, name)
         except ValueError as error:
             raise SystemExit(str(error)) from error
+    for name, text in texts.items():
+        if options.write:
+            put_between(options.write, name, text)
+        else:
+            print(text)
     return 0
 
 

@@ -49,6 +49,19 @@ def test_the_picture_and_the_table_go_where_they_are_asked_to(tmp_path: Path, mo
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_file_without_the_marks_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("no marks")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("it measures"))
+    with pytest.raises(SystemExit) as end:
+        summary.main(["--write", str(page)])
+    assert end.value.code == 2
+    assert "must have the marks <!-- summary:begin -->" in capsys.readouterr().err
+    assert page.read_text() == "no marks"
+
+
 def test_a_slow_row_has_a_bar_and_a_number_in_the_picture() -> None:
     pytest.importorskip("matplotlib")
     for slowest, left in ((0.5, 0.4), (0.81, 0.648), (0.95, 0.8), (3.0, 0.8)):

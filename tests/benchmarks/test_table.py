@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,3 +38,12 @@ def test_rows_of_one_layout_have_no_column_for_it() -> None:
         assert head[:4] == ["batch, seq, heads, dim, rotated", "pass", "angles", "ours"]
         assert len({tuple(row[:3]) for row in rows}) == len(rows) > 5
         assert f", bfloat16, {layout}; " in text
+
+
+def test_a_file_that_lacks_the_marks_of_one_table_gets_none(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- benchmark:begin -->\nold\n<!-- benchmark:end -->\n")
+    before = page.read_text()
+    with pytest.raises(SystemExit, match="must have the marks <!-- benchmark-calls:begin -->"):
+        table.main(["--write", str(page)])
+    assert page.read_text() == before
