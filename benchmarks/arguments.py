@@ -62,6 +62,14 @@ def duration(text: str) -> float:
     return number
 
 
+def minutes(text: str) -> float:
+    """Minutes after which nothing is begun, from 0 on, as the ``type`` of an argument."""
+    number = float(text)
+    if not number >= 0:  # neither "nan", whose end is never there
+        raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text}")
+    return number
+
+
 def ended(program: Callable[[], int | None]) -> int:
     """The exit code of a program; 1, without a word, if the reader of its output has gone, such as ``head``."""
     try:

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.arguments import count
 from generator.evaluation.comparing import comparison_markdown, runs
 from generator.evaluation.foreign import Foreign, load_folder
 from generator.evaluation.replay import Replay, evaluations, strategies
@@ -89,7 +90,7 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--seeds", type=count, default=10)
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     options = parser.parse_args()
     logging.getLogger().setLevel(logging.ERROR)

@@ -27,7 +27,7 @@ import torch
 import tuned
 import tuned.nn
 from benchmarks import ahead, session
-from benchmarks.arguments import duration
+from benchmarks.arguments import count, duration
 from benchmarks.record import environment  # of the device and the packages
 from benchmarks.verify import INTERRUPTED
 from generator.disk import write_whole
@@ -109,8 +109,8 @@ def in_turns(one: Any, other: Any, clock: Any) -> tuple[float, float]:
     """Medians of two calls, timed in turns after a warm-up; if the second seems slower, over five times as many turns."""
     clock(one), clock(other)
     times: list[tuple[float, float]] = []
-    for count in (TIMES, (AGAIN - 1) * TIMES):
-        times += [(clock(one), clock(other)) for _ in range(count)]
+    for rounds in (TIMES, (AGAIN - 1) * TIMES):
+        times += [(clock(one), clock(other)) for _ in range(rounds)]
         first, second = (statistics.median(column) for column in zip(*times, strict=True))
         if first >= LEAST_RATIO * second:
             break
@@ -205,7 +205,9 @@ def options_of(about: str | None, shapes: int = SHAPES) -> argparse.Namespace:
     """The options of a benchmark of random calls; without --seed the seed is new. The seed is printed."""
     parser = argparse.ArgumentParser(description=(about or "").partition(":")[0])
     parser.add_argument("--seconds", type=duration, default=60.0, help="of measuring random shapes")
-    parser.add_argument("--shapes", type=int, default=shapes, help="compiled ahead, and measured at most: %(default)s")
+    parser.add_argument(
+        "--shapes", type=count, default=shapes, help="compiled ahead, and measured at most: %(default)s"
+    )
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()

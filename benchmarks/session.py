@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks import record
+from benchmarks.arguments import minutes
 
 R = TypeVar("R", bound=record.Row[Any])
 # Between two right results, of the largest value: thousands of measured ones were at most 0.016 apart.
@@ -55,7 +56,7 @@ def run(rows: Sequence[R], results: record.Results, measure: Callable[[R], dict[
     """Measure rows until the time is up, saving after each. A row that is left out, or fails, is recorded with its reason."""
     deadline = time.monotonic() + 60 * minutes
     for i, row in enumerate(rows):
-        if time.monotonic() > deadline:
+        if time.monotonic() >= deadline:
             if row.key not in results.rows:  # one that was measured before, in this environment, stays
                 results.skip(row, f"left out: {minutes} minutes were up")
             continue
@@ -91,7 +92,7 @@ def command(  # noqa: PLR0913 (what a benchmark is)
     """
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=about)
     parser.add_argument("--out", type=Path, default=folder, help="folder of the results")
-    parser.add_argument("--minutes", type=float, default=DEFAULT_MINUTES, help="begin no row after this many")
+    parser.add_argument("--minutes", type=minutes, default=DEFAULT_MINUTES, help="begin no row after this many")
     parser.add_argument("--rows", metavar="TEXT", help="only the rows with this text in their key; the others stay")
     names = list(dict.fromkeys(row.suite for row in rows))
     parser.add_argument(

@@ -25,6 +25,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 from benchmarks import shipped
+from benchmarks.arguments import duration
 from benchmarks.gpus import number_of_gpus, refusal, visible
 from generator.disk import folder_lock, write_if_different
 from generator.places import ROOT, cache_folder
@@ -340,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="run also what passed before")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the record; a record in it is gone on with")
     parser.add_argument("--cache", type=Path, help="folder of the logs; .cache/verified")
-    parser.add_argument("--minutes", type=float, default=LIMIT_MINUTES, help="end a suite after this many, as hung")
+    parser.add_argument("--minutes", type=duration, default=LIMIT_MINUTES, help="end a suite after this many, as hung")
     parser.add_argument("--seed", type=int, help="of the fuzz; a new one each time")
     parser.add_argument("--gpus", type=number_of_gpus, default=1, help="how many run suites at once, or all")
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)  # another command tells the end

@@ -70,6 +70,28 @@ def test_a_time_that_no_loop_can_keep_is_refused(text: str, monkeypatch: pytest.
         assert end.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("program", "option", "why"),
+    [
+        ("gru", "--minutes=nan", "must be a number from 0 on, got nan"),
+        ("rope", "--minutes=-1", "must be a number from 0 on, got -1"),
+        ("verify", "--minutes=nan", "must be a number above 0, got nan"),
+        ("verify", "--minutes=inf", "must be a number above 0, got inf"),
+        ("random_gru", "--shapes=0", "must be at least 1, got 0"),
+        ("kernel_tuner", "--seeds=0", "must be at least 1, got 0"),
+    ],
+)
+def test_numbers_that_would_leave_nothing_to_measure_are_refused(
+    program: str, option: str, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["", option])
+    module = importlib.import_module(f"benchmarks.{program}")
+    with pytest.raises(SystemExit) as end:
+        module.options_of("") if program == "random_gru" else module.main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: argument {option.partition('=')[0]}: {why}")
+
+
 def test_files_without_a_call_whose_tile_was_measured_are_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
