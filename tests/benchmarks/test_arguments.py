@@ -92,6 +92,17 @@ def test_numbers_that_would_leave_nothing_to_measure_are_refused(
     assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: argument {option.partition('=')[0]}: {why}")
 
 
+@pytest.mark.parametrize("option", ["--calls=0", "--calls=-1", "--classes=-1", "--repeats=0"])
+def test_a_fuzz_of_no_calls_is_refused(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["", option])
+    with pytest.raises(SystemExit) as end:
+        fuzz.arguments()
+    assert end.value.code == 2
+    assert "must be at least 1, got" in capsys.readouterr().err
+
+
 def test_files_without_a_call_whose_tile_was_measured_are_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

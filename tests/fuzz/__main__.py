@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import duration
+from benchmarks.arguments import count, duration
 
 PATIENCE = 180  # seconds for one case, in which a few kernels are compiled
 SWEEPS = 12  # sweeps over the rows that were not chosen, with a case for each row; more if few rows are left
@@ -54,9 +54,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=duration, default=None)
     parser.add_argument("--seed", type=int, default=None, help="by default the time; it is printed")
     parser.add_argument("--processes", type=lambda text: None if text == "auto" else int(text), default=None)
-    parser.add_argument("--calls", type=int, default=0, help="stop when so many were made")
-    parser.add_argument("--classes", type=int, default=0, help="and of so many classes")
-    parser.add_argument("--repeats", type=int, default=LEAST, help="half as many as calls of a case")
+    parser.add_argument("--calls", type=count, default=0, help="stop when so many were made")
+    parser.add_argument("--classes", type=count, default=0, help="and of so many classes")
+    parser.add_argument("--repeats", type=count, default=LEAST, help="half as many as calls of a case")
     parser.add_argument("--out", type=Path, default=None, help="write the result there as JSON")
     parser.add_argument("--only", type=int, default=None, help="run the case of one index, here")
     parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
