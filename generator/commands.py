@@ -50,6 +50,7 @@ from .storage.backends import EXTRA, journal_path, opened_storage
 from .storage.journal import Journal
 from .storage.landscape import LandscapeError
 from .storage.record import WINNERS, named, read_record, record_path, recorded_devices, save_winners, write_record
+from .storage.samples import SamplesError
 from .workload import WORKLOADS, default_problems, default_variant
 
 DEFAULT_TARGET = "nvidia_h200"
@@ -143,7 +144,7 @@ def refusal(error: BaseException) -> tuple[str, int] | None:
         error, SelectionError | FamilyError | gpu.NoSuchGpuError | UnknownTargetError
     ):  # the user asked for something that does not exist
         return str(error), 2
-    if isinstance(error, RecordError | ArchiveError | LandscapeError | NoGpuError):
+    if isinstance(error, RecordError | ArchiveError | LandscapeError | SamplesError | NoGpuError):
         return str(error), 1
     if isinstance(
         error, KeyboardInterrupt

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from ..places import PROGRAM, SAMPLES
 from ..problem import Problem
 
 SCHEMA = 1
+
+
+class SamplesError(ValueError):
+    """A file holds no samples that this version reads; the message says which and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +80,15 @@ def load(path: Path) -> Samples:
     """Read samples; a knob that is newer than them had its default.
 
     Raises:
-        ValueError: the file holds no samples, or samples of another version.
+        SamplesError: the file holds no samples, or samples of another version.
     """
-    content = json.loads(gzip.decompress(path.read_bytes()))
-    if content.get("format") != "tuned-samples" or content.get("schema") != SCHEMA:
-        raise ValueError(f"{path.name} holds no samples of schema {SCHEMA}: take them again, {PROGRAM} model")
+    try:
+        content = json.loads(gzip.decompress(path.read_bytes()))
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise SamplesError(f"{path} cannot be read as gzipped JSON: {error}") from error
+    head = (content.get("format"), content.get("schema")) if isinstance(content, dict) else ()
+    if head != ("tuned-samples", SCHEMA):
+        raise SamplesError(f"{path} holds no samples of schema {SCHEMA}: take them again, {PROGRAM} model")
     family = FAMILIES[content["family"]]
 
     def size_of(values: dict[str, Any]) -> tuple[Any, Any]:

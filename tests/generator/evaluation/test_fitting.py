@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.optimize import nnls
 
+from generator.commands import refusal
+from generator.disk import gzipped
 from generator.evaluation import fitting
 from generator.problem import Problem
 from generator.storage import samples
@@ -94,13 +97,25 @@ def test_problems_with_few_kernels_have_no_regret(measured: samples.Samples) -> 
     assert fitting.regrets(dataclasses.replace(measured, times=few), fitting.same_part) == {}
 
 
-def test_samples_are_read_as_they_were_written(measured: samples.Samples, tmp_path: object) -> None:
-    from pathlib import Path  # noqa: PLC0415
-
-    folder = Path(str(tmp_path))
-    path = samples.save(measured, folder)
+def test_samples_are_read_as_they_were_written(measured: samples.Samples, tmp_path: Path) -> None:
+    path = samples.save(measured, tmp_path)
     assert samples.load(path) == measured
     assert path.read_bytes() == samples.path_of("nvidia_h200", "gru").read_bytes(), "the same samples, the same bytes"
-    path.write_bytes(b"no gzip")
-    with pytest.raises(OSError, match="gzip"):
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"no gzip", "cannot be read as gzipped JSON"),
+        (gzipped(b"[]" * 1000)[:20], "cannot be read as gzipped JSON"),
+        (gzipped(b"{"), "cannot be read as gzipped JSON"),
+        (gzipped(b"[]"), "holds no samples of schema 1: take them again"),
+        (gzipped(b"{}"), "holds no samples of schema 1: take them again"),
+    ],
+)
+def test_a_file_of_no_samples_ends_a_command_with_a_sentence(data: bytes, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "gru.json.gz"
+    path.write_bytes(data)
+    with pytest.raises(samples.SamplesError, match=why) as told:
         samples.load(path)
+    assert refusal(told.value) == (str(told.value), 1)
