@@ -3225,6 +3225,14 @@ WHOLE_ROWS = (
         "A rotation of 48 heads of 18 features takes 1.3 of its time.",
     ),
     Fault(
+        "whole_rows_with_a_key",
+        "tuned/families/rope/variant.py",
+        "if spec.key_heads and spec.rotary_dim > MOST_ROTATED * spec.head_dim:",
+        "if spec.key_heads and spec.rotary_dim > 2 * spec.head_dim:",
+        (T_ROPE + "test_with_a_key_whole_rows_are_the_default_only_where_many_features_are_copied",),
+        "Packed tokens of 10 + 2 heads of 62 features take 1.7 of their time.",
+    ),
+    Fault(
         "rows_of_a_position_are_the_heads_of_a_token",
         "tuned/families/rope/variant.py",
         "size.batch if size is not None and spec.merges_batch and not spec.key_heads else 1",

@@ -43,6 +43,7 @@ STAGED_BYTES = 90 * 1024  # of shared memory, at most, for tiles that wait: sm_8
 # Tiles of whole rows are tried for rows of up to NARROW_BYTES. They are the default where they took less: from
 # MANY_HEADS heads and LARGE_US of memory time on (docs/decisions/0083 and 0089).
 NARROW_BYTES, MANY_HEADS, LARGE_US = 128, 8, 1.5
+MOST_ROTATED = 2 / 3  # of the features, with a key
 REACH = 1.5  # octaves: for a call further away than that, the default variant is a better guess than a row
 # How much of x a thread of a good tile holds, as log2 of bytes. HELD: by bytes of an element. LESS_HELD: subtracted
 # where a load takes only two bytes, since each load has an address of its own. LEAST_HELD: the least when a small call
@@ -164,9 +165,12 @@ def takes_whole_rows(spec: RopeSpec, size: RopeSize | None = None) -> bool:
     """Whether the default is a tile of whole rows at this size; without a size, at any that is large enough.
 
     It is where such tiles are tried and enough rows share angles: the heads of a token, and in sbhd without a key those
-    of a whole position. In tiles of pairs, a half is parts of two sectors or three, and its store writes all of them.
-    Small calls wait for loads, and whole rows have more loads: docs/decisions/0083 and 0089.
+    of a whole position. With a key most tiles of whole rows took longer, except where pairs copy many features beside
+    them. In tiles of pairs, a half is parts of two sectors or three, and its store writes all of them. Small calls wait
+    for loads, and whole rows have more loads: docs/decisions/0083 and 0089.
     """
+    if spec.key_heads and spec.rotary_dim > MOST_ROTATED * spec.head_dim:
+        return False
     batch = size.batch if size is not None and spec.merges_batch and not spec.key_heads else 1
     if spec.all_heads * batch < MANY_HEADS or _rows_rejection(spec, RopeVariant(whole_rows=True)):
         return False
