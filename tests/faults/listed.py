@@ -3225,6 +3225,16 @@ WHOLE_ROWS = (
         "A rotation of 48 heads of 18 features takes 1.3 of its time.",
     ),
     Fault(
+        "results_of_single_elements_are_few",
+        "tuned/families/linear_cat/variant.py",
+        "size.batch * spec.outputs > MOST_RESULTS:",
+        "size.batch * spec.outputs > 1000 * MOST_RESULTS:",
+        (
+            "tests/tuned/families/test_doubt.py::test_many_results_of_rows_that_are_not_aligned_are_left_to_pytorch_in_graphs",
+        ),
+        "In a CUDA graph, 2 rows of 27 + 45 features and 6,010 outputs take 1.3 of PyTorch's time.",
+    ),
+    Fault(
         "whole_rows_with_a_key",
         "tuned/families/rope/variant.py",
         "if spec.key_heads and spec.rotary_dim > MOST_ROTATED * spec.head_dim:",
