@@ -3235,6 +3235,14 @@ WHOLE_ROWS = (
         "In a CUDA graph, 2 rows of 27 + 45 features and 6,010 outputs take 1.3 of PyTorch's time.",
     ),
     Fault(
+        "weights_are_read_once_for_all_rows",
+        "tuned/families/linear_cat/variant.py",
+        "rows_apart > OTHER_ROWS and read > READ_BYTES:",
+        "rows_apart > OTHER_ROWS and read > 1000 * READ_BYTES:",
+        ("tests/tuned/families/test_doubt.py::test_many_weights_are_not_left_to_what_is_best_for_one_row",),
+        "In a CUDA graph, 7 rows of 1,000 features and 5,430 outputs take 1.2 of PyTorch's time.",
+    ),
+    Fault(
         "whole_rows_with_a_key",
         "tuned/families/rope/variant.py",
         "if spec.key_heads and spec.rotary_dim > MOST_ROTATED * spec.head_dim:",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -61,6 +62,17 @@ def test_many_results_of_rows_that_are_not_aligned_are_left_to_pytorch_in_graphs
     assert "for each result" in captured
     for few in (dataclasses.replace(spec, outputs=5200), dataclasses.replace(spec, inputs=(24, 48))):
         assert products.doubt(aligned, few, LinearCatSize(2), 3.4) is None
+
+
+def test_many_weights_are_not_left_to_what_is_best_for_one_row() -> None:
+    """``benchmarks.random_steps``, seed 57638275: 7 rows took 13.6 us in a graph by the variant of one row, PyTorch's operators 11.4."""
+    one, spec = LinearCatSpec("bfloat16", (1024, 512), 6144), LinearCatSpec("bfloat16", (392, 608), 5430)
+    apart = products.distance(one, spec)
+    assert "for each row" in (products.doubt(one, spec, LinearCatSize(7), apart + math.log2(7)) or "")
+    assert products.doubt(one, spec, LinearCatSize(4), apart + 2) is None
+    of_one, few = (dataclasses.replace(spec, outputs=1024) for spec in (one, spec))
+    assert products.doubt(of_one, few, LinearCatSize(7), products.distance(of_one, few) + math.log2(7)) is None
+    assert lookup.choose(linear.MOMENTS._families[-1], spec, LinearCatSize(7), H200).variant is None
 
 
 def test_a_small_call_is_the_hosts_time() -> None:

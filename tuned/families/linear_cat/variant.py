@@ -19,6 +19,9 @@ FEWEST, MOST = 64, 1024  # programs of form "tile", if another tile gives more o
 # Results that are summed an element at a time, up to which a kernel takes less than PyTorch's operator. Of 92 such random calls
 # on H200s that kernels served in graphs, the three with more took 1.00 to 1.29 of its time, the others 0.86 at most.
 MOST_RESULTS = 10_500
+# Up to VECTOR_ROWS rows: a row of so many octaves fewer rows says nothing of a call that reads so many bytes of weights, once for
+# each row. 7 rows of 1,000 features to 5,430 took 13.6 us by the winner of one row, which has one a program, and PyTorch's operators 11.4.
+OTHER_ROWS, READ_BYTES = 2.0, 32e6
 MIN_IN_FLIGHT = 48 * 1024  # bytes of a program's loads; with fewer the memory is not kept busy
 
 
@@ -208,6 +211,9 @@ def doubt(row: LinearCatSpec, spec: LinearCatSpec, size: LinearCatSize, octaves:
         return None
     if products.slow_loads(spec) and not products.slow_loads(row) and size.batch * spec.outputs > MOST_RESULTS:
         return f"rows that are no multiples of {products.ALIGNED_BYTES} bytes are loaded an element at a time, for each result"
+    rows_apart, read = octaves - distance(row, spec), size.batch * spec.weights * ITEM_SIZE[spec.dtype]
+    if size.batch <= VECTOR_ROWS and rows_apart > OTHER_ROWS and read > READ_BYTES:
+        return f"{rows_apart:.2g} octaves of rows are far where all weights may be read for each row"
     return products.doubt(row, spec, size, octaves)
 
 
