@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gzip
 import hashlib
+import json
 import os
 import re
 import stat
@@ -14,6 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from .places import cache_folder
 
@@ -52,6 +55,20 @@ def gzipped(data: bytes) -> bytes:
     """Data in gzip format, the same bytes for the same data: no time, and the header of Python 3.11, which others change."""
     compressor = zlib.compressobj(9, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
     return compressor.compress(data) + compressor.flush()
+
+
+def unzipped(path: Path, kind: str, schema: int) -> dict[str, Any] | None:
+    """The object in a gzipped JSON file of ours; None if its ``format`` or ``schema`` is another.
+
+    Raises:
+        ValueError: the file cannot be read as gzipped JSON.
+    """
+    try:
+        content = json.loads(gzip.decompress(path.read_bytes()))
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read as gzipped JSON: {error}") from error
+    ours = isinstance(content, dict) and (content.get("format"), content.get("schema")) == (kind, schema)
+    return content if ours else None
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import itertools
 import json
 import math
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import numpy as np
 from tuned.families.choices import choices, undeclared
 from tuned.families.registry import FAMILIES
 
-from ..disk import gzipped, write_whole
+from ..disk import gzipped, unzipped, write_whole
 from ..places import LANDSCAPES, PROGRAM
 from ..problem import Problem
 from ..rendering.structures import fresh
@@ -92,11 +90,10 @@ def load(path: Path) -> Landscape:
         LandscapeError: the file is no landscape, or one of another version.
     """
     try:
-        content = json.loads(gzip.decompress(path.read_bytes()))
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise LandscapeError(f"{path.name} cannot be read as gzipped JSON: {error}") from error
-    head = (content.get("format"), content.get("schema")) if isinstance(content, dict) else ()
-    if head != ("tuned-landscape", SCHEMA):
+        content = unzipped(path, "tuned-landscape", SCHEMA)
+    except ValueError as error:
+        raise LandscapeError(str(error)) from error
+    if content is None:
         raise LandscapeError(f"{path.name} is no landscape of schema {SCHEMA}: {AGAIN}")
     family = FAMILIES.get(content["family"])
     if family is None:

@@ -7,15 +7,13 @@ measured.
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
-import zlib
 from pathlib import Path
 from typing import Any
 
 from tuned.families.registry import FAMILIES
 
-from ..disk import gzipped, write_whole
+from ..disk import gzipped, unzipped, write_whole
 from ..places import PROGRAM, SAMPLES
 from ..problem import Problem
 
@@ -83,11 +81,10 @@ def load(path: Path) -> Samples:
         SamplesError: the file holds no samples, or samples of another version.
     """
     try:
-        content = json.loads(gzip.decompress(path.read_bytes()))
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise SamplesError(f"{path} cannot be read as gzipped JSON: {error}") from error
-    head = (content.get("format"), content.get("schema")) if isinstance(content, dict) else ()
-    if head != ("tuned-samples", SCHEMA):
+        content = unzipped(path, "tuned-samples", SCHEMA)
+    except ValueError as error:
+        raise SamplesError(str(error)) from error
+    if content is None:
         raise SamplesError(f"{path} holds no samples of schema {SCHEMA}: take them again, {PROGRAM} model")
     family = FAMILIES[content["family"]]
 
