@@ -32,17 +32,18 @@ CALLED_PRODUCTS = (
 CALLED_ROWS = 4  # in float32, whose products do not use tensor cores: with more rows, deep ones take up to 220 us
 
 
-def doubt(row: Any, spec: Any, size: Rows, octaves: float) -> str | None:
+def doubt(row: Any, spec: Any, size: Rows, octaves: float, *, few: bool = True) -> str | None:
     """Why a row's time does not say that a kernel is faster than PyTorch's operator at another shape, or None.
 
     This is for CUDA graphs, where only the device's time counts. Specs have ``dtype``, ``precision``, ``inputs`` and ``widths``.
+    ``few``: whether the results are so few that loads of single elements may cost little.
     The rules are from 210 random shapes on an H200: docs/decisions/0050.
     """
     if _precision(row) != _precision(spec):
         return "products of another precision take another time"
     if octaves > FAR:
         return f"{octaves:.2g} octaves are far"
-    if slow_loads(spec) and not slow_loads(row) and not _slim(spec, size):
+    if slow_loads(spec) and not slow_loads(row) and not (few and _slim(spec, size)):
         return f"rows that are no multiples of {ALIGNED_BYTES} bytes are loaded an element at a time"
     return None
 

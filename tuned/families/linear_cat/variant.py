@@ -209,12 +209,10 @@ def doubt(row: LinearCatSpec, spec: LinearCatSpec, size: LinearCatSize, octaves:
         len(spec.inputs) == 1
     ):  # one segment is a GRU's projection, in a precision that PyTorch's operator cannot be asked for
         return None
-    if products.slow_loads(spec) and not products.slow_loads(row) and size.batch * spec.outputs > MOST_RESULTS:
-        return f"rows that are no multiples of {products.ALIGNED_BYTES} bytes are loaded an element at a time, for each result"
     rows_apart, read = octaves - distance(row, spec), size.batch * spec.weights * ITEM_SIZE[spec.dtype]
     if size.batch <= VECTOR_ROWS and rows_apart > OTHER_ROWS and read > READ_BYTES:
         return f"{rows_apart:.2g} octaves of rows are far where all weights may be read for each row"
-    return products.doubt(row, spec, size, octaves)
+    return products.doubt(row, spec, size, octaves, few=size.batch * spec.outputs <= MOST_RESULTS)
 
 
 def adapt(variant: LinearCatVariant, _spec: LinearCatSpec, _to: LinearCatSpec) -> LinearCatVariant:
