@@ -20,6 +20,8 @@ from numpy.lib import NumpyVersion
 import tuned
 import tuned.calls.rope.call
 import tuned.calls.rope.lengths
+import tuned.calls.rope.plan
+import tuned.families.rope.variant
 from tests.support import pairwise
 from tests.support.rope_calls import Case, Watch, watch
 from tests.support.rope_plans import check
@@ -262,6 +264,42 @@ def test_bounds_may_have_any_strides(watch: Watch) -> None:
         q, k = x.clone(), x[:, :K].clone()
         rope_qk(q, k, freqs, tensor_format="thd", cu_seqlens=given, inplace=True)
         torch.testing.assert_close((q, k), (wanted, wanted[:, :K]))
+
+
+NARROW = (9, 5, 3, 22)  # sbhd: three heads, but fifteen rows of a position
+STRIDED: dict[str, Callable[[], torch.Tensor]] = {
+    "contiguous": lambda: torch.randn(NARROW),
+    "expanded": lambda: torch.randn(9, 1, 3, 22).expand(NARROW),
+    "of bshd": lambda: torch.randn(5, 9, 3, 22).transpose(0, 1),
+    "misaligned": lambda: torch.randn(math.prod(NARROW) + 3)[3:].view(NARROW),
+    "with gaps": lambda: torch.randn(*NARROW[:3], 27)[..., :22],
+    "heads apart": lambda: torch.randn(3, 9, 5, 22).permute(1, 2, 0, 3),
+    "one step": lambda: torch.randn(1, *NARROW[1:]),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_whole_rows_of_a_position_may_have_any_strides(
+    name: str, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuned.families.rope.variant, "LARGE_US", 0.0)  # only large calls take whole rows
+    launched: list[str] = []
+    run = watch.run_public
+    monkeypatch.setattr(
+        tuned.calls.rope.plan, "run_public", lambda now: (launched.append(now.part.kernel), run(now))[1]
+    )
+    x, grad = STRIDED[name](), STRIDED[name]()
+    freqs, named = torch.randn(len(x), 11), {"tensor_format": "sbhd", "angle_entries": "pair"}
+    wanted, wanted_grad = rope(x, freqs, **named), rope_backward(grad, freqs, **named)
+    watch.interpreted = True
+    given = x.detach().requires_grad_()
+    out = rope(given, freqs, **named)
+    out.backward(grad)
+    torch.testing.assert_close((out, given.grad), (wanted, wanted_grad))
+    if name != "expanded":  # several elements of one place cannot be overwritten
+        torch.testing.assert_close(rope(x, freqs, **named, inplace=True), wanted)
+    assert launched
+    assert all("_rows_" in name for name in launched), launched
 
 
 def apart(place: int, shape: tuple[int, ...], memory: bytearray, how: str) -> torch.Tensor:
