@@ -2801,7 +2801,7 @@ GRAPHS = (
     Fault(
         "a_default_serves_graphs",
         "tuned/lookup/lookup.py",
-        "unsaid = bool(rows) and _device_decides(family, rows[0], spec, size)",
+        "unsaid = bool(rows) and not small and _replaceable(family, rows[0], spec, size)",
         "unsaid = False",
         ("tests/tuned/families/test_doubt.py::test_a_default_serves_calls_alone_where_no_variant_of_a_near_row_fits",),
         "A linear in a CUDA graph takes up to 1.7 of what PyTorch's own does.",
@@ -2809,13 +2809,14 @@ GRAPHS = (
     Fault(
         "a_grus_products_in_another_precision",
         "tuned/lookup/lookup.py",
-        "bool(rows) and _device_decides(family, rows[0], spec, size)",
-        "bool(rows) and family.least_us is None and family.doubt is not None",
+        "bool(rows) and not small and _replaceable(family, rows[0], spec, size)",
+        "bool(rows) and not small and family.doubt is not None",
         ("tests/tuned/families/test_doubt.py::test_a_grus_products_have_a_kernel_at_any_moment",),
         "A GRU that is to be computed in IEEE float32 is computed in TensorFloat-32.",
     ),
 )
 
+OUTER = "tests/tuned/families/test_unaligned.py::"
 ROW = "tests/kernels/test_gru_row_kernels.py::"
 ROWS = (
     Fault(
@@ -3233,6 +3234,57 @@ WHOLE_ROWS = (
             "tests/tuned/families/test_doubt.py::test_many_results_of_rows_that_are_not_aligned_are_left_to_pytorch_in_graphs",
         ),
         "In a CUDA graph, 2 rows of 27 + 45 features and 6,010 outputs take 1.3 of PyTorch's time.",
+    ),
+    Fault(
+        "a_large_call_takes_any_kernel",
+        "tuned/lookup/lookup.py",
+        "small = family.least_us is not None and family.least_us(spec, size) > 0",
+        "small = family.least_us is not None",
+        (
+            "tests/tuned/families/test_doubt.py::test_a_large_call_that_no_variant_of_a_near_row_fits_is_left_to_pytorch",
+        ),
+        "A linear of 153 rows of 193 + 42 features to 4,671 takes 1.7 times as long as PyTorch's.",
+    ),
+    Fault(
+        "more_work_takes_as_long",
+        "tuned/families/products.py",
+        "return max(1.0, here / there) * (2.0 if wider else 1.0)",
+        "return 1.0",
+        (f"{OUTER}test_what_an_unaligned_row_takes_grows_with_the_work_of_a_multiprocessor",),
+        "A step of 33 unaligned rows of 209 and 1,102 takes four times as long as PyTorch's in a graph.",
+    ),
+    Fault(
+        "pytorchs_time_is_that_of_more_rows",
+        "tuned/families/products.py",
+        "return slow_loads(row.spec) and size.batch < least",
+        "return False",
+        (f"{OUTER}test_a_lead_at_many_more_unaligned_rows_says_nothing",),
+        "Linears of few unaligned rows take 1.03 to 1.07 of PyTorch's time in a graph.",
+    ),
+    Fault(
+        "aligned_rows_are_as_slow_for_pytorch",
+        "tuned/families/products.py",
+        "if slow_loads(row) and not slow_loads(spec):",
+        "if False:",
+        (f"{OUTER}test_an_unaligned_row_says_nothing_of_aligned_ones",),
+        "A linear of 4 rows of 140 + 156 features to 4,133 takes four times as long as PyTorch's in a graph.",
+    ),
+    Fault(
+        "wider_loads_are_exchanged_in_each_block",
+        "tuned/families/products.py",
+        "return slow_loads(spec) and any(width % 16 == 0 for width in spec.widths)",
+        "return False",
+        (f"{OUTER}test_mixed_loads_are_not_given_to_the_vector_form",),
+        "A linear of 3 rows of 49 + 330 + 496 features to 2,476 takes six times as long as PyTorch's in a graph.",
+    ),
+    Fault(
+        "strides_are_specialized",
+        "templates/linear_cat_outer.py.jinja",
+        'do_not_specialize=["rows", "x0_stride", "x1_stride", "x2_stride", "x3_stride", "weight_stride", "out_stride"]',
+        'do_not_specialize=["rows"]',
+        ("tests/kernels/test_compile.py::test_threads_of_an_outer_form_exchange_nothing_but_results",),
+        "Threads exchange the wider loads of one input through shared memory in each block.",
+        render=True,
     ),
     Fault(
         "weights_are_read_once_for_all_rows",

@@ -30,6 +30,8 @@ from tuned.families.gru.launches import kernel_name as gru_name
 from tuned.families.gru.spec import LAYOUTS as GRU_LAYOUTS
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.gru_cell.variant import GruCellVariant, default_variant, fit, rejection
+from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.linear_cat.variant import LinearCatVariant
 from tuned.families.rope.launches import WEIGHTS, kernel_name
 from tuned.families.rope.spec import ANGLES, ITEM_SIZE, STYLES, RopeSize, RopeSpec
 from tuned.families.rope.variant import RopeVariant
@@ -631,6 +633,22 @@ def test_a_vector_step_exchanges_nothing_between_warps_but_its_results(
     # several steps, and neither has a winner on the H200.
     crosses = steps > 1 and compiling.TRITON < (3, 7)
     assert (ptx.count("bar.sync") > 1) == crosses, "sums that cross warps are several times slower"
+
+
+@pytest.mark.parametrize("width", [640, 641], ids=["one input is aligned", "none is aligned"])
+@pytest.mark.parametrize("family", ["gru_cell", "linear_cat"])
+def test_threads_of_an_outer_form_exchange_nothing_but_results(
+    compiler: concurrent.futures.Executor, family: str, width: int
+) -> None:
+    """Triton would see that 16 divides one stride, load that input in wider pieces, and exchange them in each block."""
+    cell = Problem("", "gru_cell", GruCellSpec("float32", 385, (width,), precision="ieee"), GruCellSize(30))
+    line = LinearCatSpec("float32", (width, 45), 385, precision="ieee")
+    problem, variant = {
+        "gru_cell": (cell, GruCellVariant("outer", 8, 8)),
+        "linear_cat": (Problem("", "linear_cat", line, LinearCatSize(30)), LinearCatVariant("outer", 8, 8)),
+    }[family]
+    ptx = compiler.submit(compiling.ptx_of, problem, variant).result()
+    assert ptx.count("bar.sync") <= 2, "for the results, once their sums are complete"
 
 
 # Recurrences: launches of many steps --------------------------------------------------------------------------------

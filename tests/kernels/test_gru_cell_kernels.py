@@ -16,7 +16,7 @@ from generator.rendering.structures import structures
 from generator.searching.pool import legal_pool
 from tests.support import pairwise
 from tests.support.gru_case import GruCase, assert_right, build, run_steps
-from tests.support.gru_cell_forms import FORMS, LIBRARY, SPLIT, TILE, VECTOR
+from tests.support.gru_cell_forms import FORMS, LIBRARY, OUTER, SPLIT, TILE, VECTOR
 from tests.support.rope_case import assert_close
 from tests.support.run import DEVICE, to_numpy
 from tuned.families.architecture import LEAST_SHARED, shared_limit
@@ -83,6 +83,7 @@ def test_every_form_takes_any_hidden_size_and_batch(form: str, hidden: int, batc
         "split": dataclasses.replace(SPLIT, block_hidden=64, block_k=256, k_parts=4, num_warps=8),
         "tile": dataclasses.replace(TILE, block_hidden=64, schedule="joint", stacked=True),
         "vector": dataclasses.replace(VECTOR, block_hidden=32, block_k=256, num_warps=8),
+        "outer": dataclasses.replace(OUTER, block_hidden=16, num_warps=8),
     }
     spec = spec_of(dtype, hidden, (hidden // 2 + 1, 3), bias=hidden % 2 == 0)
     assert_right(GruCase(spec, batch), tile[form])
@@ -138,9 +139,11 @@ def axes_of(form: str) -> dict[str, tuple[Any, ...]]:
         "split": ("block_k", "k_parts", "schedule", "num_stages", "num_warps"),
         "tile": ("block_k", "schedule", "stacked", "order", "num_warps"),
         "vector": ("block_k", "num_warps"),
+        "outer": ("num_warps",),
         "library": ("num_warps",),
     }
-    ranges = {"split": (16, 64, 8, 64), "tile": (64, 128, 8, 64), "vector": (1, 8, 2, 16), "library": (1, 8, 64, 256)}
+    ranges = {"split": (16, 64, 8, 64), "tile": (64, 128, 8, 64), "vector": (1, 8, 2, 16), "outer": (1, 16, 2, 16)}
+    ranges["library"] = (1, 8, 64, 256)
     rows_from, rows_to, units_from, units_to = ranges[form]
     rows = tuple(n for n in declared["block_batch"] if rows_from <= n <= rows_to)
     units = tuple(n for n in declared["block_hidden"] if units_from <= n <= units_to)
@@ -159,6 +162,8 @@ def possible(knobs: dict[str, Any]) -> bool:
     if knobs["form"] == "vector":
         products = knobs["block_batch"] * knobs["block_hidden"] * knobs["block_k"]
         return knobs["block_k"] >= 256 and products <= 2**13 * min(4, knobs["num_warps"])  # 256 elements a thread
+    if knobs["form"] == "outer":
+        return knobs["block_hidden"] >= knobs["num_warps"]
     return knobs["form"] != "tile" or knobs["block_k"] <= 512
 
 

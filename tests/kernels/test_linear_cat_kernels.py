@@ -55,21 +55,24 @@ def test_every_emitted_kernel_is_among_those_tested() -> None:
 def axes_of(form: str) -> dict[str, tuple[Any, ...]]:
     """The knobs of a form."""
     declared = choices(LinearCatVariant)
-    rows = tuple(n for n in declared["block_rows"] if (n >= 16) == (form == "tile"))
-    names = ("block_columns", "block_k", *(("num_stages", "order") if form == "tile" else ()), "num_warps")
-    return {"form": (form,), "block_rows": rows, **{name: declared[name] for name in names}}
+    least, most = {"tile": (16, 128), "vector": (1, 8), "outer": (1, 16)}[form]
+    rows = tuple(n for n in declared["block_rows"] if least <= n <= most)
+    used = {"tile": ("block_k", "num_stages", "order"), "vector": ("block_k",), "outer": ()}[form]
+    return {"form": (form,), "block_rows": rows, **{n: declared[n] for n in ("block_columns", *used, "num_warps")}}
 
 
 def possible(knobs: dict[str, Any]) -> bool:
     """Whether the text can express it, a GPU has room for it, and it is small enough to interpret."""
     variant = LinearCatVariant(**knobs)
-    if not variant.is_vector:  # plus a tenth for the sums; on a GPU these tests launch the variant
+    if variant.form == "tile":  # plus a tenth for the sums; on a GPU these tests launch the variant
         needed = variant.num_stages * stage_bytes(spec_of("float16", (40, 8), 19), variant)
         if needed > 0.9 * shared_limit(90):
             return False
     if knobs["form"] == "vector":
         products = knobs["block_rows"] * knobs["block_columns"] * knobs["block_k"]
         return knobs["block_k"] >= 256 and products <= 2**13 * min(4, knobs["num_warps"])  # 256 elements a thread
+    if variant.is_outer:
+        return knobs["num_warps"] <= knobs["block_columns"] <= 32
     return knobs["block_columns"] >= 16 and knobs["block_k"] <= 512
 
 

@@ -121,6 +121,8 @@ def product_launches(capability: int = 90) -> dict[str, Launch]:
     for size in map(GruCellSize, (1, 64, 256)):
         call = gru_cell.inputs(fused, size, "meta", 0)
         steps += cell_launches(fused, cell_fit(cell_default(fused, size), fused, capability), call)
+    single, size = GruCellSpec("float32", 192, (192,), precision="ieee"), GruCellSize(40)
+    steps += cell_launches(single, GruCellVariant("outer", 8, 2, num_warps=2), gru_cell.inputs(single, size, "meta", 0))
     for problem in linear_problems():
         variant = linear_default(problem.spec, problem.size)
         steps += linear_launches(problem.spec, variant, linear_cat.inputs(problem.spec, problem.size, "meta", 0))
@@ -411,6 +413,16 @@ def cell_code(spec: GruCellSpec, variant: GruCellVariant, batch: int) -> tuple[N
     (launch,) = (step for step in steps if isinstance(step, Launch))
     found = resources(launch, target_of("sm_90"))
     return Needs(found.registers, found.spill_bytes), compile_launch(launch, target_of("sm_90")).asm["ptx"]
+
+
+def ptx_of(problem: Problem, variant: Any) -> str:
+    """The PTX of a variant that is one launch, for sm_90."""
+    from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
+    from generator.workload import WORKLOADS  # noqa: PLC0415
+
+    work = WORKLOADS[problem.family]
+    (launch,) = work.family.launches(problem.spec, variant, work.inputs(problem.spec, problem.size, "meta", 0))
+    return str(compile_launch(launch, target_of("sm_90")).asm["ptx"])
 
 
 def buffers_of_products(problem: Problem, variant: Any) -> list[tuple[int, ...]]:

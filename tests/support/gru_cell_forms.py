@@ -10,6 +10,8 @@ TILE = GruCellVariant("tile", 64, 32, 64, k_parts=1, num_stages=2)
 
 VECTOR = GruCellVariant("vector", 4, 4, 256)
 
+OUTER = GruCellVariant("outer", 4, 8)
+
 LIBRARY = GruCellVariant("library", 2, 64, num_warps=2)
 
-FORMS = {"split": SPLIT, "tile": TILE, "vector": VECTOR, "library": LIBRARY}
+FORMS = {"split": SPLIT, "tile": TILE, "vector": VECTOR, "outer": OUTER, "library": LIBRARY}

@@ -20,7 +20,9 @@ TILE = LinearCatVariant("tile", 16, 32, 64, num_stages=2)
 
 VECTOR = LinearCatVariant("vector", 4, 8, 256)
 
-FORMS = {"tile": TILE, "vector": VECTOR}
+OUTER = LinearCatVariant("outer", 4, 8, num_warps=2)
+
+FORMS = {"tile": TILE, "vector": VECTOR, "outer": OUTER}
 
 
 def build(spec: LinearCatSpec, rows: int, view: str) -> tuple[LinearCatCall, dict[str, Any]]:

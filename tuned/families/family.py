@@ -58,7 +58,9 @@ class Family:
     doubt: Callable[[Any, Any, Any, float], str | None] | None = None
     # (row, spec, size) -> the lead over PyTorch's operator that the row must have for each octave to a call; None: the usual lead
     lead: Callable[[Any, Any, Any], float | None] | None = None
-    # (spec, size) -> the least time of a call of PyTorch's operator, us, whatever a row says that its kernels take
+    # (row, spec, size) -> how many times as long as at the row its kernel takes at a call, at least; None: as long
+    grows: Callable[[Any, Any, Any], float] | None = None
+    # (spec, size) -> the least time of a call of PyTorch's operator, us, whatever a row says that its kernels take; 0: the device decides
     least_us: Callable[[Any, Any], float] | None = None
     # (spec, size, variant) -> why a call takes the host longer with the variant than with PyTorch's operator, or None
     spends: Callable[[Any, Any, Any], str | None] | None = None
@@ -93,6 +95,7 @@ def described(  # noqa: PLR0913 - the modules of a family
         launches=launches.launches,
         doubt=getattr(variant, "doubt", None),
         lead=getattr(variant, "lead", None),
+        grows=getattr(variant, "grows", None),
         sized=getattr(variant, "sized", None),
         reach=getattr(variant, "REACH", math.inf),
         model=None if model is None else Model(**{f.name: getattr(model, f.name) for f in dataclasses.fields(Model)}),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from tuned.families.launch import ceil_div
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from typing_extensions import Self
 
@@ -17,15 +19,22 @@ DTYPES = ("float32", "float16", "bfloat16")
 ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes
 PRECISIONS = ("ieee", "tf32")  # of float32 products
 MAX_SEGMENTS = 4  # inputs that the kernels take side by side
+WARP = 32  # threads, which lie along K in the forms without tensor cores
 WAVE = 132  # programs that start together: the multiprocessors of an H200
 VECTOR_ROWS = 8  # with more rows the tensor cores are faster, even if most of their rows are empty
 VECTOR_REGISTERS = 168  # per thread for weights and sums, of 255
 MAX_VECTOR_BLOCKS = 64  # blocks of K, which are unrolled
+OUTER_REGISTERS = 128  # per thread for a block and the sums, of 255: the loads of the blocks after it are in flight
+OUTER_ROWS = 64  # with more rows the tensor cores are faster, even if rows are loaded an element at a time
+OUTER_PROGRAMS = 64 * WAVE  # where there are no tensor cores
 
 
 FAR = 4.0  # octaves: a row says nothing of calls that are further away
 ALIGNED_BYTES = 16  # rows of weights or inputs that are no multiple of this are loaded an element at a time
 SLIM_ROWS, SLIM_WIDTH = 2, 128  # with at most so many rows, or so wide, loads of single elements cost little
+TOGETHER = {"outer": 16, "vector": 8}  # warps of a multiprocessor that run side by side, by the times of 138 such calls
+# Of a row's, by bytes an element: with fewer PyTorch's operator takes so much less that a kernel's lead there says nothing.
+FEWER_ROWS = {2: 0.55, 4: 0.4}
 CALLED_PRODUCTS = (
     2**23
 )  # rows times weights, up to which a kernel ends before the host is done with a call of PyTorch's operator
@@ -45,16 +54,55 @@ def doubt(row: Any, spec: Any, size: Rows, octaves: float, *, few: bool = True) 
         return f"{octaves:.2g} octaves are far"
     if slow_loads(spec) and not slow_loads(row) and not (few and _slim(spec, size)):
         return f"rows that are no multiples of {ALIGNED_BYTES} bytes are loaded an element at a time"
+    if slow_loads(row) and not slow_loads(spec):
+        return f"PyTorch's operator takes less where rows are multiples of {ALIGNED_BYTES} bytes"
     return None
 
 
 def slow_loads(spec: Any) -> bool:
     """Whether rows of weights or inputs are no multiples of 16 bytes, and so are loaded an element at a time."""
-    return any(width * ITEM_SIZE[spec.dtype] % ALIGNED_BYTES for width in spec.widths)
+    return _aligned(spec) * ITEM_SIZE[spec.dtype] < ALIGNED_BYTES
+
+
+def mixed_loads(spec: Any) -> bool:
+    """Whether rows are loaded an element at a time, but those of which Triton sees that 16 elements divide them are not."""
+    return slow_loads(spec) and any(width % 16 == 0 for width in spec.widths)
+
+
+def _aligned(spec: Any) -> int:
+    """The largest power of two, in elements and at most 16 bytes, that divides all rows of weights and inputs."""
+    return math.gcd(ALIGNED_BYTES // ITEM_SIZE[spec.dtype], *spec.widths)
 
 
 def _slim(spec: Any, size: Rows) -> bool:
     return size.batch <= SLIM_ROWS or max(spec.widths) <= SLIM_WIDTH
+
+
+def fewer_rows(row: Any, spec: Any, size: Rows) -> bool:
+    """Whether a row of unaligned weights or inputs has many more rows than a call, for which PyTorch's operator takes less than there."""
+    least = FEWER_ROWS[ITEM_SIZE[spec.dtype]] * row.size.batch
+    return slow_loads(row.spec) and size.batch < least
+
+
+def grows(row: Any, spec: Any, size: Rows, work: Callable[[Any, int, Any], float]) -> float:
+    """How many times its time at a row of unaligned weights or inputs a kernel takes at a call, while PyTorch's operator takes as long.
+
+    ``work`` is that of a multiprocessor: such a row's lead says nothing of more work, since elements that are loaded one at a time
+    take their time. In 16 bits PyTorch's operator takes down to half as long where all rows are multiples of 4 bytes.
+    """
+    if not slow_loads(row.spec):
+        return 1.0
+    here, there = work(spec, size.batch, row.variant), work(row.spec, row.size.batch, row.variant)
+    wider = ITEM_SIZE[spec.dtype] == 2 and _aligned(spec) > _aligned(row.spec)  # noqa: PLR2004
+    return max(1.0, here / there) * (2.0 if wider else 1.0)
+
+
+def waves(programs: int, variant: Any) -> float:
+    """How often all multiprocessors are filled by programs of a variant; one of tensor cores is taken to fill a multiprocessor."""
+    together = TOGETHER.get(variant.form)
+    return (
+        math.ceil(programs / WAVE) if together is None else max(1.0, programs * variant.num_warps / (WAVE * together))
+    )
 
 
 def as_called(family: Any, host_us: float, float32_rows: float = math.inf) -> Any:
@@ -73,7 +121,7 @@ def as_called(family: Any, host_us: float, float32_rows: float = math.inf) -> An
         return doubts(row, spec, size, octaves)  # type: ignore[no-any-return]
 
     def least(spec: Any, size: Rows) -> float:
-        return host_us if small(spec, size, CALLED_ROWS) else 0.0
+        return host_us if size.batch * spec.weights <= CALLED_PRODUCTS else 0.0
 
     return dataclasses.replace(family, doubt=doubt_as_called, least_us=least)
 
@@ -138,6 +186,70 @@ def alignment(dtype: str, *tensors: Any) -> int:
 def lanes(spec: Any) -> int:
     """Elements along K that a warp of the vector form reads at once: 16 bytes per lane."""
     return 32 * 16 // ITEM_SIZE[spec.dtype]
+
+
+class OuterTile(NamedTuple):
+    """What a warp of form "outer" computes: ``rows`` times ``columns`` of ``sums``, from ``weights`` rows of weights for each column."""
+
+    dtype: str
+    widths: tuple[int, ...]  # of the inputs that are multiplied, each padded to whole blocks of K
+    rows: int
+    columns: int
+    weights: int
+    sums: int
+
+    def blocks(self, elements: int) -> int:
+        """Blocks of K, which are written out, if a lane reads so many elements of a row at a time."""
+        return sum(ceil_div(width, WARP * elements) for width in self.widths)
+
+    def registers(self, elements: int) -> int:
+        """Registers per thread for a block and the sums."""
+        return elements * (self.columns * (self.weights + self.sums * self.rows) + self.rows)
+
+    def elements(self, align: int) -> int:
+        """Elements of a row that a lane reads at a time, if ``align`` divides rows: at most 16 bytes, and no more than registers allow."""
+        elements = min(align, ALIGNED_BYTES // ITEM_SIZE[self.dtype])
+        while elements > 1 and self.registers(elements) > OUTER_REGISTERS:
+            elements //= 2
+        return elements
+
+    def turns(self, spec: Any) -> int:
+        """Elements of a row that a thread multiplies, one after another."""
+        elements = self.elements(_aligned(spec))
+        return self.blocks(elements) * elements
+
+    def constants(self, spec: Any, align: int) -> dict[str, int]:
+        """BLOCK_K and ALIGN of a call whose strides ``align`` divides."""
+        elements, narrower = self.elements(_aligned(spec)), self.elements(align)
+        # Strides may allow less than widths do: many blocks would take long to compile.
+        if narrower < elements and self.blocks(narrower) <= MAX_VECTOR_BLOCKS:
+            elements = narrower
+        return {"BLOCK_K": WARP * elements, "ALIGN": min(align, elements)}
+
+    def rejection(self, spec: Any, size: Rows | None, columns: int) -> str | None:
+        """Why form "outer" is not tried, with so many tiles of columns, or None."""
+        elements = self.elements(_aligned(spec))
+        if self.registers(elements) > OUTER_REGISTERS:
+            return f"{self.registers(elements)} registers per thread for a block and the sums are more than {OUTER_REGISTERS}"
+        if self.blocks(elements) > MAX_VECTOR_BLOCKS:
+            return f"{self.blocks(elements)} blocks of K are written out, at most {MAX_VECTOR_BLOCKS}"
+        if elements * ITEM_SIZE[self.dtype] < min(4, _aligned(spec) * ITEM_SIZE[self.dtype]):
+            return "so many sums leave a lane 2 bytes of a row at a time: smaller tiles are tried"
+        if not slow_loads(spec) and (spec.precision != "ieee" or (size is not None and size.batch <= VECTOR_ROWS)):
+            return "form='outer' is for products that tensor cores do not make, or rows that are loaded an element at a time"
+        return None if size is None else self._rows_rejection(spec, size.batch, columns)
+
+    def _rows_rejection(self, spec: Any, rows: int, columns: int) -> str | None:
+        if self.rows >= 2 * rows:
+            return f"a tile of {self.rows} rows would leave more than half of them empty with {rows}"
+        if rows > VECTOR_ROWS and 4 * self.rows <= VECTOR_ROWS:
+            return f"tiles of {self.rows} rows read the weights too often for {rows} rows: larger ones are tried"
+        if spec.precision != "ieee" and rows > OUTER_ROWS:
+            return f"form='outer' is for at most {OUTER_ROWS} rows: with more the tensor cores are faster"
+        programs = ceil_div(rows, self.rows) * columns
+        if programs > OUTER_PROGRAMS:
+            return f"{programs} programs are more than {OUTER_PROGRAMS}: larger tiles are tried"
+        return None
 
 
 def joined(segments: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -257,14 +257,17 @@ def _from_table(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) ->
     if found is None or not usable(family, spec, size, found[2], gpu.capability, gpu.multiprocessors):
         found = nearest(family, spec, size, rows, gpu.capability, gpu.multiprocessors)
     if found is None:
-        # As a call (``least_us`` is set) any kernel saves host time, so the search goes on. Where the device decides, a
+        # As a small call (``least_us``) any kernel saves host time, so the search goes on. Where the device decides, a
         # kernel that no row speaks of does not count as faster.
-        unsaid = bool(rows) and _device_decides(family, rows[0], spec, size)
+        small = family.least_us is not None and family.least_us(spec, size) > 0
+        unsaid = bool(rows) and not small and _replaceable(family, rows[0], spec, size)
         return _unsaid(family, spec, size, gpu, table) if unsaid else None
     away, row, variant = found
     lead = LEAD
     if _device_decides(family, row, spec, size):
         lead = ((family.lead and family.lead(row, spec, size)) or LEAD) ** (1 + away)
+    if family.grows is not None:
+        lead *= family.grows(row, spec, size)
     if 0 < _theirs_us(family, row, spec, size) < lead * row.median_us:
         return _left_to_pytorch(row, gpu, f", {away:.2g} octaves away,", lead)
     return _neighbour(spec, size, gpu, found)
@@ -285,30 +288,37 @@ def _neighbour(spec: Any, size: Any, gpu: Gpu, found: tuple[float, Row, Any]) ->
 def _trusted(family: Family, spec: Any, size: Any, rows: Iterable[Row]) -> tuple[Row, ...]:
     """The rows that say whether a kernel is faster than PyTorch's operator at a shape."""
     assert family.doubt is not None, f"{family.name} trusts every row"
-    return tuple(r for r in rows if family.doubt(r.spec, spec, size, _octaves(family, r, spec, size)) is None)
+    near = tuple(r for r in rows if family.doubt(r.spec, spec, size, _octaves(family, r, spec, size)) is None)
+    return near if family.least_us else tuple(r for r in near if not _says_nothing(family, r, spec, size))
+
+
+def _says_nothing(family: Family, row: Row, spec: Any, size: Any) -> bool:
+    """Whether no lead of a row is large enough to be one at this shape in a graph."""
+    return family.lead is not None and family.lead(row, spec, size) == math.inf
 
 
 def _unsaid(family: Family, spec: Any, size: Any, gpu: Gpu, table: Table) -> Choice:
     """The choice of PyTorch's operator, since no row says that a kernel is faster."""
     assert family.doubt is not None, f"{family.name} trusts every row"
     row = min(table.rows[family.name], key=lambda r: _octaves(family, r, spec, size))
-    why = (
-        family.doubt(row.spec, spec, size, _octaves(family, row, spec, size)) or "no variant of a row that is near fits"
-    )
+    why = family.doubt(row.spec, spec, size, _octaves(family, row, spec, size))
+    if why is None and _says_nothing(family, row, spec, size):
+        why = "PyTorch's operator takes much less for so few rows"
+    why = why or "no variant of a row that is near fits"
     return Choice("eager", f"no row of {row.source} says that a kernel is faster: {why}", None, None, gpu)
 
 
 def _device_decides(family: Family, row: Row, spec: Any, size: Any) -> bool:
     """Whether the device's time alone decides between a kernel and PyTorch's operator.
 
-    It does not for calls whose host time counts (``least_us``), nor where rows are trusted at any distance: there PyTorch's
-    operator cannot stand in.
+    It does not for calls whose host time counts (``least_us``), nor where PyTorch's operator cannot stand in.
     """
-    return (
-        family.doubt is not None
-        and family.least_us is None
-        and family.doubt(row.spec, spec, size, math.inf) is not None
-    )
+    return family.least_us is None and _replaceable(family, row, spec, size)
+
+
+def _replaceable(family: Family, row: Row, spec: Any, size: Any) -> bool:
+    """Whether PyTorch's operator can stand in: not where rows are trusted at any distance."""
+    return family.doubt is not None and family.doubt(row.spec, spec, size, math.inf) is not None
 
 
 def _theirs_us(family: Family, row: Row, spec: Any, size: Any) -> float:

@@ -96,7 +96,7 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     # The library's tiles are not known. Its products write six rows of the hidden size in addition, and its gates read them.
     operands = (rows + 3 * units) * width * item if not library else 0
     gates = 12 * size.batch * spec.hidden * item if library else 0
-    stages = 2 if variant.form == "vector" else variant.num_stages
+    stages = 2 if variant.form in ("vector", "outer") else variant.num_stages
     return (
         Work(
             programs=count,

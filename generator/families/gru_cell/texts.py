@@ -22,7 +22,7 @@ def gru_gates_specs() -> Iterator[GruCellSpec]:
 
 
 # Form of a whole step in one kernel -> its template.
-GRU_CELL_FORMS = {"split": "gru_cell", "tile": "gru_cell", "vector": "gru_cell_vector"}
+GRU_CELL_FORMS = {"split": "gru_cell", "tile": "gru_cell", "vector": "gru_cell_vector", "outer": "gru_cell_outer"}
 
 
 def texts() -> Iterator[Text]:

@@ -62,7 +62,7 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     item, columns, rows = ITEM_SIZE[spec.dtype], variant.block_columns, variant.block_rows
     count = ceil_div(size.batch, rows) * ceil_div(spec.outputs, columns)
     operands = (rows + columns) * spec.input_size * item
-    stages = 2 if variant.is_vector else variant.num_stages
+    stages = variant.num_stages if variant.form == "tile" else 2  # variant.num_stages
     moved = bytes_moved(spec, size)
     return (
         Work(

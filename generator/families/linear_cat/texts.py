@@ -13,12 +13,16 @@ from tuned.lookup.record import Winner
 
 from ..text import Shown, Text, contiguous_lines, finished, head, refusal
 
+# Form -> its template.
+LINEAR_CAT_FORMS = {"tile": "linear_cat", "vector": "linear_cat", "outer": "linear_cat_outer"}
+
 
 def texts() -> Iterator[Text]:
     """One text for each form."""
     spec = LinearCatSpec("bfloat16", (512, 512), 1024)
-    for variant in (LinearCatVariant("tile"), LinearCatVariant("vector")):
-        yield "linear_cat", kernel_name(spec, variant), spec, variant, True
+    for form, template in LINEAR_CAT_FORMS.items():
+        variant = LinearCatVariant(form)
+        yield template, kernel_name(spec, variant), spec, variant, True
 
 
 # How a winner is shown: the caller's arguments and the launches, as Python text.

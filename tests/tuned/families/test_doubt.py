@@ -19,7 +19,7 @@ from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.gru_cell.variant import GruCellVariant
 from tuned.families.linear_cat import variant as products
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
-from tuned.families.products import CALLED_PRODUCTS, CALLED_ROWS, FAR
+from tuned.families.products import CALLED_PRODUCTS, CALLED_ROWS, FAR, slow_loads
 from tuned.lookup import lookup
 from tuned.lookup.lookup import Gpu
 from tuned.lookup.misses import Moments
@@ -75,7 +75,12 @@ def test_no_linear_that_kernels_serve_in_a_graph_was_slower_in_any_random_run() 
                 continue
             precision = "ieee" if row["dtype"] == "float32" else ""
             spec = LinearCatSpec(row["dtype"], tuple(row["inputs"]), row["outputs"], precision=precision)
-            if lookup.choose(linear.MOMENTS._families[-1], spec, LinearCatSize(row["rows"]), H200).variant is not None:
+            found = lookup.choose(linear.MOMENTS._families[-1], spec, LinearCatSize(row["rows"]), H200)
+            if (
+                found.variant is None or found.variant.form == "outer"
+            ):  # other kernels served the latter when the run was made
+                continue
+            if found.row is None or not slow_loads(found.row.spec):
                 ratios.append(row["theirs_graph_us"] / row["ours_graph_us"])
     assert len(ratios) > 80
     assert min(ratios) > 1.1
@@ -129,7 +134,7 @@ def test_what_pytorchs_own_takes_of_a_small_call_is_the_hosts_time_at_least() ->
     assert called(spec, LinearCatSize(24)) == linear.HOST_US
     assert called(spec, LinearCatSize(CALLED_PRODUCTS // spec.weights + 1)) == 0
     single = dataclasses.replace(spec, dtype="float32", precision="ieee")
-    assert [called(single, LinearCatSize(rows)) for rows in (CALLED_ROWS, CALLED_ROWS + 1)] == [linear.HOST_US, 0]
+    assert [called(single, LinearCatSize(rows)) for rows in (CALLED_ROWS, CALLED_ROWS + 1)] == 2 * [linear.HOST_US]
     row = next(r for r in tables()["nvidia_h200"].rows["linear_cat"] if r.spec == spec and r.size == LinearCatSize(24))
     quick, unknown = (dataclasses.replace(row, median_us=9.0, eager_us=us) for us in (8.0, 0.0))
     for family, theirs in zip(linear.MOMENTS._families, (linear.HOST_US, 8.0), strict=True):
@@ -182,7 +187,8 @@ def test_without_tensor_cores_a_small_lead_serves_no_larger_step() -> None:
     """By rows that led by 1.22, 5 of 9 random steps of as many products took up to 1.05 of PyTorch's time in graphs."""
     for rows, inputs, hidden in ((56, 96, 216), (189, 53, 112), (229, 99, 66), (277, 82, 83)):
         spec = GruCellSpec("float32", hidden, (inputs,), precision="ieee")
-        assert CELL.choice_of(spec, GruCellSize(rows), H100, captured=True).rule == "eager", rows
+        found = CELL.choice_of(spec, GruCellSize(rows), H100, captured=True)
+        assert found.rule == "eager" or found.variant.form == "outer", "which was measured later, on an H200"
     for rows, inputs, hidden in ((172, 86, 62), (209, 97, 33), (9, 86, 104), (221, 34, 87)):
         spec = GruCellSpec("float32", hidden, (inputs,), precision="ieee")
         assert CELL.choice_of(spec, GruCellSize(rows), H100, captured=True).variant is not None, rows
@@ -199,12 +205,19 @@ def test_what_only_calls_win_by_is_left_to_pytorch_in_a_graph() -> None:
 
 
 def test_a_default_serves_calls_alone_where_no_variant_of_a_near_row_fits() -> None:
-    """108 rows by a kernel that nobody measured took 11 us in a graph, PyTorch 7; as calls they took 13 and 27."""
-    spec = LinearCatSpec("float32", (132, 20), 794, precision="ieee")
+    """108 rows of 152 to 794 by a kernel that nobody measured took 11 us in a graph, PyTorch 7; as calls they took 13 and 27."""
+    spec = LinearCatSpec("float32", (2197, 3), 30, precision="ieee")  # more blocks of K than form "outer" writes out
     called, captured = (linear.MOMENTS.choice_of(spec, LinearCatSize(108), H200, now) for now in (False, True))
-    assert called.rule == "default"
+    assert called.rule in ("portfolio", "default")
     assert (captured.rule, captured.variant) == ("eager", None)
     assert "no variant of a row that is near fits" in captured.why
+
+
+def test_a_large_call_that_no_variant_of_a_near_row_fits_is_left_to_pytorch() -> None:
+    """153 rows took 82 us by a kernel that nobody measured, where PyTorch took 17.5 and a slow host 48."""
+    spec = LinearCatSpec("float32", (193, 42), 4671, precision="ieee")
+    for now in (False, True):
+        assert linear.MOMENTS.choice_of(spec, LinearCatSize(153), H200, now).rule == "eager"
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
@@ -237,7 +250,7 @@ def test_such_a_product_is_launched_and_not_pytorchs_own(monkeypatch: pytest.Mon
     out = torch.empty(24, 768)
     project.project(torch.randn(24, 1536), torch.randn(768, 1536), out, "ieee")
     (launch,) = launched
-    assert launch.constants["PRECISION"] == "ieee"
+    assert launch.kernel == "linear_cat_outer", "which multiplies in float32"
 
 
 def test_a_lead_must_be_larger_the_further_away_it_was_measured() -> None:
@@ -256,7 +269,7 @@ def test_a_lead_must_be_larger_the_further_away_it_was_measured() -> None:
     [
         (GruCellSpec("bfloat16", 476, (1356,), inplace=True), GruCellSize(2)),
         (GruCellSpec("float32", 874, (1612,), inplace=True, precision="tf32"), GruCellSize(169)),
-        (LinearCatSpec("float32", (898,), 384, bias=False, precision="ieee"), LinearCatSize(4)),
+        (LinearCatSpec("float32", (384,), 700, bias=False, precision="ieee"), LinearCatSize(24)),
     ],
 )
 def test_where_any_row_is_trusted_a_lead_lasts_however_far(spec: Any, size: Any) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from tuned.families.gru_cell.spec import GruCellSpec
-from tuned.families.gru_cell.variant import GruCellVariant, programs
+from tuned.families.gru_cell.variant import GruCellVariant, outer_tile, programs
 from tuned.families.launch import Copy, Launch, Product, Step, check_rows
 from tuned.families.products import MAX_SEGMENTS, Segments, alignment, lanes, widths_of
 
@@ -93,6 +93,9 @@ def _constants(spec: GruCellSpec, variant: GruCellVariant, align: int) -> dict[s
         "BLOCK_HIDDEN": variant.block_hidden,
         "BLOCK_K": variant.block_k,
     }
+    if variant.form == "outer":
+        outer = outer_tile(spec, variant).constants(spec, align)
+        return {**constants, **outer, "WARPS": variant.num_warps, "PDL": variant.pdl}
     if variant.form == "vector":
         return {**constants, "LANES": lanes(spec), "PDL": variant.pdl}
     return {
@@ -107,7 +110,7 @@ def _constants(spec: GruCellSpec, variant: GruCellVariant, align: int) -> dict[s
 
 
 def _options(variant: GruCellVariant) -> dict[str, Any]:
-    stages = 1 if variant.form in ("vector", "library") else variant.num_stages
+    stages = 1 if variant.form in ("vector", "outer", "library") else variant.num_stages
     # Given only if it is on: backends other than CUDA do not know the option.
     return {"num_warps": variant.num_warps, "num_stages": stages, **({"launch_pdl": True} if variant.pdl else {})}
 

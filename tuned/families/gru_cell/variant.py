@@ -18,7 +18,9 @@ from tuned.families.products import (
     VECTOR_REGISTERS,
     VECTOR_ROWS,
     WAVE,
+    OuterTile,
     lanes,
+    mixed_loads,
     slow_loads,
 )
 
@@ -51,8 +53,9 @@ class GruCellVariant:
     """
 
     # "split": one kernel, tensor cores, K split over the warps; "tile": the same without a split; "vector": one kernel
-    # without tensor cores; "library": two GEMMs of the library, and a kernel for the gates.
-    form: str = one_of("split", "tile", "vector", "library", default="split")
+    # without tensor cores; "outer": the same, a thread's rows times its units; "library": two GEMMs of the library, and a
+    # kernel for the gates.
+    form: str = one_of("split", "tile", "vector", "outer", "library", default="split")
     block_batch: int = one_of(1, 2, 4, 8, 16, 32, 64, 128, default=16)
     block_hidden: int = one_of(2, 4, 8, 16, 32, 64, 128, 256, default=8)
     block_k: int = one_of(64, 128, 256, 512, 1024, 2048, default=256)
@@ -79,6 +82,7 @@ class GruCellVariant:
             "split": "on tensor cores, K split over the warps",
             "tile": "on tensor cores, all of K in every warp",
             "vector": "for a few rows, without tensor cores",
+            "outer": "without tensor cores",
         }
         return f"one step of a GRU in one kernel, {how[self.form]}."
 
@@ -86,7 +90,7 @@ class GruCellVariant:
     def simplicity(self) -> tuple[int, ...]:
         """Sort key: within the noise the smaller one wins, so that two runs agree."""
         return (
-            ("vector", "split", "tile", "library").index(self.form),
+            ("vector", "outer", "split", "tile", "library").index(self.form),
             int(self.pdl),
             ("two", "joint", "one").index(self.schedule),
             int(self.stacked),
@@ -101,6 +105,12 @@ class GruCellVariant:
 def blocks_of_k(spec: GruCellSpec, variant: GruCellVariant) -> tuple[int, int]:
     """(blocks of K over x, each segment padded to whole blocks; blocks of K over h)."""
     return sum(ceil_div(w, variant.block_k) for w in spec.inputs), ceil_div(spec.hidden, variant.block_k)
+
+
+def outer_tile(spec: GruCellSpec, variant: GruCellVariant) -> OuterTile:
+    """What a warp of form "outer" computes: of a unit the sums of r, z, and of n over x and over h."""
+    units = variant.block_hidden // variant.num_warps
+    return OuterTile(spec.dtype, spec.widths, variant.block_batch, units, weights=3, sums=4)
 
 
 def programs(spec: GruCellSpec, variant: GruCellVariant, batch: int) -> int:
@@ -138,7 +148,8 @@ def rejection(  # noqa: PLR0911 - one return per rule
     its lanes empty or was never near the best.
     """
     del multiprocessors  # programs of a step do not wait for each other
-    rules = {"library": _library_rejection, "vector": _vector_rejection}.get(variant.form, _tensor_core_rejection)
+    own = {"library": _library_rejection, "vector": _vector_rejection, "outer": _outer_rejection}
+    rules = own.get(variant.form, _tensor_core_rejection)
     if reason := rules(spec, size, variant):
         return reason
     if spec.inplace and variant.form != "library":
@@ -195,6 +206,8 @@ def _vector_rejection(  # noqa: PLR0911 - one return per rule
         return f"form='vector' is for at most {VECTOR_ROWS} rows: with more the tensor cores are faster"
     if reason := _empty_rows(size, variant, 1):
         return reason
+    if size is not None and size.batch > SLIM_ROWS and mixed_loads(spec):
+        return "threads of form='vector' exchange what wider loads than the others bring: those of form='outer' do not"
     if not variant.num_warps <= variant.block_hidden <= 2 * variant.num_warps:
         return f"{variant.block_hidden} units on {variant.num_warps} warps: one or two per warp are tried"
     steps = variant.block_k // lanes(spec)
@@ -208,6 +221,14 @@ def _vector_rejection(  # noqa: PLR0911 - one return per rule
     if registers > VECTOR_REGISTERS:
         return f"{registers} registers per thread for weights and sums are more than {VECTOR_REGISTERS}"
     return None
+
+
+def _outer_rejection(spec: GruCellSpec, size: GruCellSize | None, variant: GruCellVariant) -> str | None:
+    if reason := _unused(variant, "block_k", "k_parts", "num_stages", "schedule", "stacked", "order"):
+        return reason
+    if not variant.num_warps <= variant.block_hidden <= 2 * variant.num_warps:
+        return f"{variant.block_hidden} units on {variant.num_warps} warps: one or two per warp are tried"
+    return outer_tile(spec, variant).rejection(spec, size, ceil_div(spec.hidden, variant.block_hidden))
 
 
 def _tensor_core_rejection(  # noqa: PLR0911, PLR0912 - one return per rule
@@ -345,7 +366,22 @@ def lead(row: Any, spec: GruCellSpec, size: GruCellSize) -> float | None:
     Without tensor cores a kernel's time grows with its products, while the time of the library's tiles grows in steps.
     """
     as_many = size.batch * spec.weights > SINGLE_LEAST * row.size.batch * row.spec.weights
+    if products.fewer_rows(row, spec, size):
+        return math.inf
     return SINGLE_LEAD if spec.precision == "ieee" and size.batch > VECTOR_ROWS and as_many else None
+
+
+def grows(row: Any, spec: Any, size: GruCellSize) -> float:
+    """How many times as long as at a row its kernel takes at a call, at least."""
+    return products.grows(row, spec, size, work)
+
+
+def work(spec: GruCellSpec, batch: int, variant: GruCellVariant) -> float:
+    """The work of a multiprocessor, on a scale of a form's own: waves of programs, times the blocks of K of one."""
+    turns = sum(blocks_of_k(spec, variant))
+    if variant.form == "outer":
+        turns = outer_tile(spec, variant).turns(spec)
+    return products.waves(programs(spec, variant, batch), variant) * turns
 
 
 def adapt(variant: GruCellVariant, _spec: GruCellSpec, _to: GruCellSpec) -> GruCellVariant:
@@ -370,7 +406,12 @@ def fit(variant: GruCellVariant, spec: GruCellSpec, capability: int) -> GruCellV
             most := max(2, turns(spec, variant))
         ):  # two loops are shorter than the one that they replace
             variant = dataclasses.replace(variant, num_stages=min(most, 4))
-    stages = max(2, shared_limit(capability) // stage_bytes(spec, variant) + _in_registers(variant, capability))
-    if variant.form in ("split", "tile") and stages < variant.num_stages:
-        variant = dataclasses.replace(variant, num_stages=stages)
-    return variant
+    if variant.form not in ("split", "tile"):
+        return variant
+    limit, kept = shared_limit(capability), 2 - _in_registers(variant, capability)
+    if kept * stage_bytes(spec, variant) > limit and variant.schedule == "joint":
+        variant = dataclasses.replace(variant, schedule="two")
+    while kept * stage_bytes(spec, variant) > limit and variant.block_k * ITEM_SIZE[spec.dtype] > 128 * variant.k_parts:
+        variant = dataclasses.replace(variant, block_k=variant.block_k // 2)
+    stages = max(2, limit // stage_bytes(spec, variant) + _in_registers(variant, capability))
+    return dataclasses.replace(variant, num_stages=min(stages, variant.num_stages))

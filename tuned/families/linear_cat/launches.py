@@ -7,7 +7,7 @@ from typing import Any
 
 from tuned.families.launch import Launch, check_rows
 from tuned.families.linear_cat.spec import LinearCatSpec
-from tuned.families.linear_cat.variant import LinearCatVariant, programs
+from tuned.families.linear_cat.variant import LinearCatVariant, outer_tile, programs
 from tuned.families.products import MAX_SEGMENTS, Segments, alignment, lanes, widths_of
 
 
@@ -40,7 +40,13 @@ def launches(spec: LinearCatSpec, variant: LinearCatVariant, call: LinearCatCall
     # A segment that does not exist is never read: any pointer will do.
     x = (*call.segments, *(call.weight,) * (MAX_SEGMENTS - len(call.segments)))
     rows = call.out.shape[0]
-    form = {"ORDER": variant.order, "PRECISION": spec.precision or "ieee"}  # ignored for 16-bit dtypes
+    align = alignment(spec.dtype, *x, call.weight)
+    outer: dict[str, int] = {}
+    form: dict[str, Any] = {"ORDER": variant.order, "PRECISION": spec.precision or "ieee"}  # ignored for 16-bit dtypes
+    if variant.is_outer:
+        outer, form = outer_tile(spec, variant).constants(spec, align), {"WARPS": variant.num_warps}
+    elif variant.is_vector:
+        form = {"LANES": lanes(spec)}
     return (
         Launch(
             kernel=kernel_name(spec, variant),
@@ -59,16 +65,17 @@ def launches(spec: LinearCatSpec, variant: LinearCatVariant, call: LinearCatCall
                 **widths_of(spec.inputs),
                 "COLUMNS": spec.outputs,
                 "BIAS": spec.bias,
-                "ALIGN": alignment(spec.dtype, *x, call.weight),
+                "ALIGN": align,
                 "BLOCK_ROWS": variant.block_rows,
                 "BLOCK_COLUMNS": variant.block_columns,
                 "BLOCK_K": variant.block_k,
-                **({"LANES": lanes(spec)} if variant.is_vector else form),
-                "PDL": variant.pdl,
-            },
+            }
+            | outer
+            | form
+            | {"PDL": variant.pdl},
             options={
                 "num_warps": variant.num_warps,
-                "num_stages": 1 if variant.is_vector else variant.num_stages,
+                "num_stages": variant.num_stages if variant.form == "tile" else 1,
                 # Given only if it is on: backends other than CUDA do not know the option.
                 **({"launch_pdl": True} if variant.pdl else {}),
             },

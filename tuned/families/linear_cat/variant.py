@@ -5,13 +5,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 from tuned.families import products
 from tuned.families.architecture import LEAST_SHARED, PDL_CAPABILITY, shared_limit
 from tuned.families.choices import one_of
 from tuned.families.launch import ceil_div, next_power_of_2
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
-from tuned.families.products import ITEM_SIZE, MAX_VECTOR_BLOCKS, VECTOR_REGISTERS, VECTOR_ROWS, WAVE, lanes
+from tuned.families.products import (
+    ITEM_SIZE,
+    MAX_VECTOR_BLOCKS,
+    SLIM_ROWS,
+    VECTOR_REGISTERS,
+    VECTOR_ROWS,
+    WAVE,
+    OuterTile,
+    lanes,
+    mixed_loads,
+    slow_loads,
+)
 
 # What a tile's size depends on; the other knobs are free at their defaults.
 CORE_KNOBS = ("form", "block_rows", "block_columns", "block_k", "num_stages", "num_warps")
@@ -32,8 +44,8 @@ class LinearCatVariant:
     Text (chooses what Jinja writes): ``form``. Numbers (constexpr and launch options): the rest.
     """
 
-    # "tile": tensor cores; "vector": without, for a few rows.
-    form: str = one_of("tile", "vector", default="tile")
+    # "tile": tensor cores; "vector": without, for a few rows; "outer": without, a thread's rows times its columns.
+    form: str = one_of("tile", "vector", "outer", default="tile")
     block_rows: int = one_of(1, 2, 4, 8, 16, 32, 64, 128, default=16)
     block_columns: int = one_of(4, 8, 16, 32, 64, 128, default=32)
     block_k: int = one_of(32, 64, 128, 256, 512, 1024, default=128)
@@ -50,16 +62,25 @@ class LinearCatVariant:
         return self.form == "vector"
 
     @property
+    def is_outer(self) -> bool:
+        """Whether a thread multiplies each of its rows by each of its columns, without tensor cores."""
+        return self.form == "outer"
+
+    @property
     def summary(self) -> str:
         """One sentence for the header of the generated module."""
-        how = "for a few rows, without tensor cores" if self.is_vector else "on tensor cores"
-        return f"a linear layer over several inputs, {how}."
+        how = {
+            "tile": "on tensor cores",
+            "vector": "for a few rows, without tensor cores",
+            "outer": "without tensor cores",
+        }
+        return f"a linear layer over several inputs, {how[self.form]}."
 
     @property
     def simplicity(self) -> tuple[int, ...]:
         """Sort key: within the noise the smaller one wins, so that two runs agree."""
         return (
-            ("vector", "tile").index(self.form),
+            ("vector", "outer", "tile").index(self.form),
             int(self.pdl),
             ("columns", "rows").index(self.order),
             self.num_warps,
@@ -77,6 +98,12 @@ def programs(spec: LinearCatSpec, variant: LinearCatVariant, rows: int) -> int:
 def stage_bytes(spec: LinearCatSpec, variant: LinearCatVariant) -> int:
     """Bytes of the operands of one turn of the loop over K."""
     return (variant.block_rows + variant.block_columns) * variant.block_k * ITEM_SIZE[spec.dtype]
+
+
+def outer_tile(spec: LinearCatSpec, variant: LinearCatVariant) -> OuterTile:
+    """What a warp of form "outer" computes."""
+    columns = variant.block_columns // variant.num_warps
+    return OuterTile(spec.dtype, spec.inputs, variant.block_rows, columns, weights=1, sums=1)
 
 
 def blocks_of_k(spec: LinearCatSpec, variant: LinearCatVariant) -> int:
@@ -97,7 +124,8 @@ def rejection(
     its lanes empty or keeps too little in flight.
     """
     del multiprocessors  # programs do not wait for each other
-    if reason := (_vector_rejection if variant.is_vector else _tile_rejection)(spec, size, variant):
+    rules = {"tile": _tile_rejection, "vector": _vector_rejection, "outer": _outer_rejection}
+    if reason := rules[variant.form](spec, size, variant):
         return reason
     if variant.block_columns >= 2 * next_power_of_2(max(spec.outputs, 16)):
         return (
@@ -106,7 +134,7 @@ def rejection(
     if variant.pdl and capability < PDL_CAPABILITY:
         return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
     needed, limit = variant.num_stages * stage_bytes(spec, variant), shared_limit(capability)
-    if not variant.is_vector and needed > limit:
+    if variant.form == "tile" and needed > limit:
         return f"{needed} bytes of shared memory are more than the {limit} of this architecture: fewer stages are tried"
     return None
 
@@ -121,6 +149,8 @@ def _vector_rejection(  # noqa: PLR0911 - one return per rule
         return f"form='vector' is for at most {VECTOR_ROWS} rows: with more the tensor cores are faster"
     if size is not None and variant.block_rows >= 2 * size.batch:
         return f"block_rows={variant.block_rows} would leave more than half of its rows empty with {size.batch}"
+    if size is not None and size.batch > SLIM_ROWS and mixed_loads(spec):
+        return "threads of form='vector' exchange what wider loads than the others bring: those of form='outer' do not"
     columns = variant.block_columns // variant.num_warps
     if not 1 <= columns <= 4:  # noqa: PLR2004
         return f"{variant.block_columns} columns on {variant.num_warps} warps: one to four per warp are tried"
@@ -136,6 +166,15 @@ def _vector_rejection(  # noqa: PLR0911 - one return per rule
     return None
 
 
+def _outer_rejection(spec: LinearCatSpec, size: LinearCatSize | None, variant: LinearCatVariant) -> str | None:
+    default = LinearCatVariant()
+    if (variant.block_k, variant.num_stages, variant.order) != (default.block_k, default.num_stages, default.order):
+        return "form='outer' has no block_k, no num_stages and no order: only their defaults are tried"
+    if not 1 <= variant.block_columns // variant.num_warps <= 4:  # noqa: PLR2004
+        return f"{variant.block_columns} columns on {variant.num_warps} warps: one to four per warp are tried"
+    return outer_tile(spec, variant).rejection(spec, size, ceil_div(spec.outputs, variant.block_columns))
+
+
 def _tile_rejection(  # noqa: PLR0911 - one return per rule
     spec: LinearCatSpec, size: LinearCatSize | None, variant: LinearCatVariant
 ) -> str | None:
@@ -147,9 +186,11 @@ def _tile_rejection(  # noqa: PLR0911 - one return per rule
     if size is not None and rows < 64 and size.batch >= 2 * rows:  # noqa: PLR2004
         return f"block_rows={rows} reads the weight several times for {size.batch} rows: larger tiles are tried"
     row_bytes = variant.block_k * ITEM_SIZE[spec.dtype]
-    if not 128 <= row_bytes <= 256:  # noqa: PLR2004
-        return f"{row_bytes} bytes of a row for each turn: 128 to 256 are tried"
-    if rows * columns > 4096 * variant.num_warps // 2 or rows * columns < 128 * variant.num_warps:
+    # Rows that are loaded an element at a time are late: more of K at once, and more warps that load, make up for some of it.
+    most_bytes, least = (1024, 32) if ITEM_SIZE[spec.dtype] == 2 and slow_loads(spec) else (256, 128)  # noqa: PLR2004
+    if not 128 <= row_bytes <= most_bytes:  # noqa: PLR2004
+        return f"{row_bytes} bytes of a row for each turn: 128 to {most_bytes} are tried"
+    if rows * columns > 4096 * variant.num_warps // 2 or rows * columns < least * variant.num_warps:
         return f"a tile of {rows} x {columns} is too large or too small for {variant.num_warps} warps"
     if spec.precision == "ieee" and rows * columns * variant.block_k > 2**17:
         return f"a tile of {rows} x {columns} x {variant.block_k} is too much without tensor cores, which IEEE products have not"
@@ -179,6 +220,7 @@ def default_variant(spec: LinearCatSpec, size: LinearCatSize | None = None) -> L
         LinearCatVariant(
             "vector", min(rows, 4), 4, 4 * k
         ),  # of 8 columns a long K spills, and was slower in 5 of 6 rows
+        *((LinearCatVariant("outer", 8, 8),) if spec.precision == "ieee" else ()),
         *(
             LinearCatVariant("tile", min(max(rows, 16), 64), columns, k, stages, warps)
             for columns, stages, warps in itertools.product((128, 64, 32, 16), (4, 5, 6, 3, 2), (4, 2))
@@ -205,14 +247,33 @@ def distance(a: LinearCatSpec, b: LinearCatSpec) -> float:
 
 def doubt(row: LinearCatSpec, spec: LinearCatSpec, size: LinearCatSize, octaves: float) -> str | None:
     """Why a row's time does not say that a kernel is faster than PyTorch's operator at another shape, or None."""
-    if (
-        len(spec.inputs) == 1
-    ):  # one segment is a GRU's projection, in a precision that PyTorch's operator cannot be asked for
+    if not _replaceable(spec):
         return None
     rows_apart, read = octaves - distance(row, spec), size.batch * spec.weights * ITEM_SIZE[spec.dtype]
     if size.batch <= VECTOR_ROWS and rows_apart > OTHER_ROWS and read > READ_BYTES:
         return f"{rows_apart:.2g} octaves of rows are far where all weights may be read for each row"
     return products.doubt(row, spec, size, octaves, few=size.batch * spec.outputs <= MOST_RESULTS)
+
+
+def _replaceable(spec: LinearCatSpec) -> bool:
+    """Not one segment: it is a GRU's projection, in a precision that PyTorch's operator cannot be asked for."""
+    return len(spec.inputs) > 1
+
+
+def lead(row: Any, spec: LinearCatSpec, size: LinearCatSize) -> float | None:
+    """The lead over PyTorch's operator that a row must have for each octave to another shape; None: the usual lead."""
+    return math.inf if _replaceable(spec) and products.fewer_rows(row, spec, size) else None
+
+
+def grows(row: Any, spec: LinearCatSpec, size: LinearCatSize) -> float:
+    """How many times as long as at a row its kernel takes at a call, at least."""
+    return products.grows(row, spec, size, work) if _replaceable(spec) else 1.0
+
+
+def work(spec: LinearCatSpec, rows: int, variant: LinearCatVariant) -> float:
+    """The work of a multiprocessor, on a scale of a form's own: waves of programs, times the blocks of K of one."""
+    turns = outer_tile(spec, variant).turns(spec) if variant.is_outer else blocks_of_k(spec, variant)
+    return products.waves(programs(spec, variant, rows), variant) * turns
 
 
 def adapt(variant: LinearCatVariant, _spec: LinearCatSpec, _to: LinearCatSpec) -> LinearCatVariant:
@@ -222,7 +283,11 @@ def adapt(variant: LinearCatVariant, _spec: LinearCatSpec, _to: LinearCatSpec) -
 
 def fit(variant: LinearCatVariant, spec: LinearCatSpec, capability: int) -> LinearCatVariant:
     """The variant for another architecture: without what only newer ones have, and with no more stages than fit."""
-    stages = max(2, shared_limit(capability) // stage_bytes(spec, variant))
-    if not variant.is_vector and stages < variant.num_stages:
-        variant = dataclasses.replace(variant, num_stages=stages)
+    if variant.form == "tile":
+        while (
+            2 * stage_bytes(spec, variant) > shared_limit(capability) and variant.block_k > 128 // ITEM_SIZE[spec.dtype]
+        ):
+            variant = dataclasses.replace(variant, block_k=variant.block_k // 2)
+        stages = max(2, shared_limit(capability) // stage_bytes(spec, variant))
+        variant = dataclasses.replace(variant, num_stages=min(stages, variant.num_stages))
     return variant if capability >= PDL_CAPABILITY else dataclasses.replace(variant, pdl=False)
