@@ -40,6 +40,10 @@ PROBLEMS: tuple[tuple[str, GruCellSpec, tuple[int, ...]], ...] = (
 # precision.
 GRID_HIDDEN = (48, 96, 192, 384, 768)
 GRID_BATCH = (1, 6, 40, 200, 800)
+# Of rows that are no multiple of 16 bytes, which nearest rows of the other grid say nothing of.
+UNALIGNED_HIDDEN = (75, 225, 675)
+UNALIGNED_BATCH = (5, 30, 180)
+UNALIGNED_LARGE, LARGE_BATCH = 2025, (5, 30)  # larger steps are PyTorch's
 
 
 def problems() -> Iterator[Problem]:
@@ -47,6 +51,12 @@ def problems() -> Iterator[Problem]:
     for name, spec, batches in PROBLEMS:
         for batch in batches:
             yield Problem(f"gru_cell_{name}_{batch}", "gru_cell", spec, GruCellSize(batch))
-    for hidden, batch in itertools.product(GRID_HIDDEN, GRID_BATCH):
-        for short, spec in (("bf16", _square(hidden)), ("fp32", _square(hidden, "float32", precision="ieee"))):
-            yield Problem(f"gru_cell_grid_{short}_{batch}x{hidden}", "gru_cell", spec, GruCellSize(batch))
+    grids = (
+        ("grid", GRID_HIDDEN, GRID_BATCH),
+        ("unaligned", UNALIGNED_HIDDEN, UNALIGNED_BATCH),
+        ("unaligned", (UNALIGNED_LARGE,), LARGE_BATCH),
+    )
+    for grid, hiddens, batches in grids:
+        for hidden, batch in itertools.product(hiddens, batches):
+            for short, spec in (("bf16", _square(hidden)), ("fp32", _square(hidden, "float32", precision="ieee"))):
+                yield Problem(f"gru_cell_{grid}_{short}_{batch}x{hidden}", "gru_cell", spec, GruCellSize(batch))

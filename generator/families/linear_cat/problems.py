@@ -17,6 +17,10 @@ GRID_INPUTS = ((256, 128), (1024, 512))
 GRID_OUTPUTS = (96, 768, 6144)
 GRID_ROWS = (1, 24, 400)
 SMALL_OUTPUTS, SMALL_ROWS = (96, 768), (1, 24)
+# Of rows that are no multiple of 16 bytes, in bfloat16 and float32's own precision.
+UNALIGNED = (((150, 75), 45), ((150, 75), 450), ((601, 300), 45))
+UNALIGNED_ROWS = (5, 30, 180)
+UNALIGNED_LARGE, LARGE_ROWS = ((601, 300), 450), 5
 
 
 def problems() -> Iterator[Problem]:
@@ -38,3 +42,8 @@ def problems() -> Iterator[Problem]:
         name = f"linear_cat_grid_{precision}_{rows}x{sum(inputs)}x{outputs}"
         small = LinearCatSpec("float32", inputs, outputs, precision=precision)
         yield Problem(name, "linear_cat", small, LinearCatSize(rows))
+    for (inputs, outputs), rows in (*itertools.product(UNALIGNED, UNALIGNED_ROWS), (UNALIGNED_LARGE, LARGE_ROWS)):
+        bf16 = LinearCatSpec("bfloat16", inputs, outputs)
+        for short, spec in (("bf16", bf16), ("fp32", LinearCatSpec("float32", inputs, outputs, precision="ieee"))):
+            name = f"linear_cat_unaligned_{short}_{rows}x{sum(inputs)}x{outputs}"
+            yield Problem(name, "linear_cat", spec, LinearCatSize(rows))
