@@ -24,7 +24,9 @@ MARKS[2, 0] = MARKS[0, 1] = True
 BOUNDS = torch.tensor([0, 3, 3, T * B], dtype=torch.int32)
 
 
-GRU, CELL = tuned.nn.GRU(FEATURES, H), tuned.nn.GRUCell(FEATURES, H)
+with torch.random.fork_rng(devices=[]):
+    torch.manual_seed(2)
+    GRU, CELL = tuned.nn.GRU(FEATURES, H), tuned.nn.GRUCell(FEATURES, H)
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
@@ -78,11 +80,11 @@ def test_what_is_read_on_a_cpu_has_transforms(name: str) -> None:
     leaf = x.clone().requires_grad_()
     (wanted,) = torch.autograd.grad(call(leaf).square().sum(), leaf)
     torch.testing.assert_close(grad(call, x), wanted)
-    step = 1e-3 * x.flip(0).double()
+    step = 1e-4 * x.flip(0).double()
     GRU.double()
     try:
         with torch.no_grad():
-            wanted = (call(x + step) - call(x - step)) / 2e-3
+            wanted = (call(x + step) - call(x - step)) / 2e-4
         torch.testing.assert_close(jvp(call, x.double()), wanted, rtol=1e-4, atol=1e-6)
     finally:
         GRU.float()
