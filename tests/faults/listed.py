@@ -3279,9 +3279,9 @@ WHOLE_ROWS = (
     ),
     Fault(
         "strides_are_specialized",
-        "templates/linear_cat_outer.py.jinja",
-        'do_not_specialize=["rows", "x0_stride", "x1_stride", "x2_stride", "x3_stride", "weight_stride", "out_stride"]',
-        'do_not_specialize=["rows"]',
+        "templates/gru_cell_outer.py.jinja",
+        '*("x0_stride_b", "x1_stride_b", "x2_stride_b", "x3_stride_b", "h_stride_b"),',
+        "",
         ("tests/kernels/test_compile.py::test_threads_of_an_outer_form_exchange_nothing_but_results",),
         "Threads exchange the wider loads of one input through shared memory in each block.",
         render=True,
