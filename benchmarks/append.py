@@ -15,12 +15,12 @@ import functools
 import importlib
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import session
+from benchmarks.arguments import output
 from benchmarks.qk_norm import Bench, attempt, line, looked_at, measured, moved_us, told, write
 from tuned.dispatch import rope_append_, rope_qk
 
@@ -233,7 +233,7 @@ def ratios(row: dict[str, Any]) -> dict[str, tuple[float, float]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write; 1 where something could not be measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.append", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--out", type=Path, default=None, help="by default benchmarks/results/append/<device>.json")
+    parser.add_argument("--out", type=output, default=None, help="by default benchmarks/results/append/<device>.json")
     parser.add_argument("--dry", action="store_true", help="run all of it, tiny, on a CPU, without a clock")
     options = parser.parse_args(arguments)
     if not options.dry and not torch.cuda.is_available():

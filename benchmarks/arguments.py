@@ -46,6 +46,19 @@ def folder(text: str) -> Path:
     return path
 
 
+def output(text: str) -> Path:
+    """A file that can be written, as the ``type`` of an argument: else it would be told only once all is measured."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder, not a file")
+    there = next(parent for parent in path.absolute().parents if parent.exists())
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {str(there)!r} is no folder")
+    if not os.access(path if path.exists() else there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: permission denied")
+    return path
+
+
 def count(text: str) -> int:
     """A number of at least 1, as the ``type`` of an argument."""
     number = int(text)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import qk_norm, session
+from benchmarks.arguments import output
 
 LEVEL, PROBLEMS = 3, (39, 40, 41, 42)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -129,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--problem", type=int, action="append", choices=PROBLEMS, help="only this one; several times")
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="only this one; several times")
     parser.add_argument(
-        "--out", type=Path, help="by default, of all rows, benchmarks/results/kernelbench/<device>.json"
+        "--out", type=output, help="by default, of all rows, benchmarks/results/kernelbench/<device>.json"
     )
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():

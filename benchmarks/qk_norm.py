@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks import clock, session
-from benchmarks.arguments import duration
+from benchmarks.arguments import duration, output
 from benchmarks.record import environment
 from generator.disk import write_whole
 from generator.measuring.stage import FOREIGN_ELEMENTS, LEAST_US
@@ -524,7 +524,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.qk_norm", description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--seconds", type=duration, default=50.0, help="for the random calls, at most")
     parser.add_argument("--seed", type=int, default=0, help="of the random calls")
-    parser.add_argument("--out", type=Path, default=None, help="by default benchmarks/results/qk_norm/<device>.json")
+    parser.add_argument("--out", type=output, default=None, help="by default benchmarks/results/qk_norm/<device>.json")
     parser.add_argument("--dry", action="store_true", help="run all of it, tiny, on a CPU, without a clock")
     options = parser.parse_args(arguments)
     if not options.dry and not torch.cuda.is_available():

@@ -27,7 +27,7 @@ import torch
 import tuned
 import tuned.nn
 from benchmarks import ahead, session
-from benchmarks.arguments import count, duration
+from benchmarks.arguments import count, duration, output
 from benchmarks.record import environment  # of the device and the packages
 from benchmarks.verify import INTERRUPTED
 from generator.disk import write_whole
@@ -209,7 +209,7 @@ def options_of(about: str | None, shapes: int = SHAPES) -> argparse.Namespace:
         "--shapes", type=count, default=shapes, help="compiled ahead, and measured at most: %(default)s"
     )
     parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--out", type=output, default=None)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this compares GPUs' kernels, and torch sees no GPU here: run it on a machine that has one")

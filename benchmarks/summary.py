@@ -158,7 +158,7 @@ def main(given: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.summary", description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--results", type=arguments.results("peer"), help="of an earlier run, instead of measuring")
-    parser.add_argument("--out", type=Path, help="write the results to this file")
+    parser.add_argument("--out", type=arguments.output, help="write the results to this file")
     parser.add_argument("--write", type=arguments.file, help="put the table between its marks in this file")
     parser.add_argument("--plot", type=Path, help="draw the picture into this file")
     options = parser.parse_args(given)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks import qk_norm, session
+from benchmarks.arguments import output
 from benchmarks.kernelbench import commit_of
 from tuned.compat.liger import liger_rotary_pos_emb
 from tuned.lookup.record import device_slug
@@ -56,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("checkout", type=Path, help="a clone of github.com/pytorch-labs/tritonbench")
     parser.add_argument("--bwd", action="store_true", help="the gradient, not the forward")
-    parser.add_argument("--out", type=Path, help="by default benchmarks/results/tritonbench/<device>-<direction>.json")
+    parser.add_argument(
+        "--out", type=output, help="by default benchmarks/results/tritonbench/<device>-<direction>.json"
+    )
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("TritonBench measures on a GPU, and PyTorch sees none here")

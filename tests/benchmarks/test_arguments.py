@@ -29,6 +29,15 @@ ROOT = Path(__file__).parents[2]
         ("plot", ("nope.json",), "argument results: there is no file 'nope.json'"),
         ("random_tiles", ("nope",), "argument FILE: there is no file 'nope'"),
         ("pages", ("--results", "nope"), "argument --results: there is no folder 'nope'"),
+        *(
+            (program, ("--out", "tests"), "argument --out: 'tests' is a folder, not a file")
+            for program in ("append", "mla", "qk_norm", "summary")
+        ),
+        (
+            "summary",
+            ("--out", "setup.py/new"),
+            f"argument --out: 'setup.py/new' cannot be written: '{ROOT}/setup.py' is no folder",
+        ),
         ("cpu_calls", ("--rounds", "0"), "argument --rounds: must be at least 1, got 0"),
         ("cpu_calls", ("--rounds", "many"), "argument --rounds: invalid count value: 'many'"),
     ],
@@ -40,6 +49,16 @@ def test_a_wrong_argument_is_told_in_one_sentence(
         importlib.import_module(f"benchmarks.{program}").main(given)
     assert end.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: {why}")
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "new" / "out.json"
+    assert arguments.output(str(path)) == path, "its folder is made"
+    monkeypatch.setattr(os, "access", lambda _path, _mode: False)
+    with pytest.raises(argparse.ArgumentTypeError, match="permission denied"):
+        arguments.output(str(path))
 
 
 @pytest.mark.parametrize("program", ["table", "plot", "summary --results", "random_tiles"])
@@ -78,6 +97,7 @@ def test_a_time_that_no_loop_can_keep_is_refused(text: str, monkeypatch: pytest.
         ("verify", "--minutes=nan", "must be a number above 0, got nan"),
         ("verify", "--minutes=inf", "must be a number above 0, got inf"),
         ("random_gru", "--shapes=0", "must be at least 1, got 0"),
+        ("random_gru", "--out=tests", "'tests' is a folder, not a file"),
         ("kernel_tuner", "--seeds=0", "must be at least 1, got 0"),
     ],
 )
