@@ -10,9 +10,8 @@ from tuned.families.products import PRECISIONS
 
 from ...problem import Problem
 
-# A grid: between these widths of two segments, outputs and rows the nearest row serves. In float32 PyTorch's operator
-# is faster nearly everywhere, except for calls that end before its host work does (docs/decisions/0050): these have a
-# grid.
+# A grid: between these widths of two segments, outputs and rows the nearest row serves. In float32 it has one row and
+# those that form "outer" is for: more and wider ones are PyTorch's operator's.
 GRID_INPUTS = ((256, 128), (1024, 512))
 GRID_OUTPUTS = (96, 768, 6144)
 GRID_ROWS = (1, 24, 400)
