@@ -3256,10 +3256,18 @@ WHOLE_ROWS = (
     Fault(
         "pytorchs_time_is_that_of_more_rows",
         "tuned/families/products.py",
-        "return slow_loads(row.spec) and size.batch < least",
+        "return single_elements(row) and size.batch < FEWER_ROWS[ITEM_SIZE[spec.dtype]] * row.size.batch",
         "return False",
         (f"{OUTER}test_a_lead_at_many_more_unaligned_rows_says_nothing",),
         "Linears of few unaligned rows take 1.03 to 1.07 of PyTorch's time in a graph.",
+    ),
+    Fault(
+        "products_without_tensor_cores_take_as_long",
+        "tuned/families/products.py",
+        'return slow_loads(row.spec) or row.variant.form == "outer"',
+        "return slow_loads(row.spec)",
+        (f"{OUTER}test_what_aligned_rows_take_without_tensor_cores_grows_too",),
+        "In a CUDA graph, a linear of many aligned float32 rows is slower than PyTorch's.",
     ),
     Fault(
         "aligned_rows_are_as_slow_for_pytorch",

@@ -79,18 +79,22 @@ def _slim(spec: Any, size: Rows) -> bool:
 
 
 def fewer_rows(row: Any, spec: Any, size: Rows) -> bool:
-    """Whether a row of unaligned weights or inputs has many more rows than a call, for which PyTorch's operator takes less than there."""
-    least = FEWER_ROWS[ITEM_SIZE[spec.dtype]] * row.size.batch
-    return slow_loads(row.spec) and size.batch < least
+    """Whether a row of ``single_elements`` has many more rows than a call, for which PyTorch's operator takes less than there."""
+    return single_elements(row) and size.batch < FEWER_ROWS[ITEM_SIZE[spec.dtype]] * row.size.batch
+
+
+def single_elements(row: Any) -> bool:
+    """Whether a row's kernel loads or multiplies an element at a time, so that its time grows with its work."""
+    return slow_loads(row.spec) or row.variant.form == "outer"
 
 
 def grows(row: Any, spec: Any, size: Rows, work: Callable[[Any, int, Any], float]) -> float:
-    """How many times its time at a row of unaligned weights or inputs a kernel takes at a call, while PyTorch's operator takes as long.
+    """How many times its time at a row of ``single_elements`` a kernel takes at a call, while PyTorch's operator takes as long.
 
-    ``work`` is that of a multiprocessor: such a row's lead says nothing of more work, since elements that are loaded one at a time
-    take their time. In 16 bits PyTorch's operator takes down to half as long where all rows are multiples of 4 bytes.
+    ``work`` is that of a multiprocessor: such a row's lead says nothing of more. In 16 bits PyTorch's operator takes down to half as
+    long where all rows are multiples of 4 bytes.
     """
-    if not slow_loads(row.spec):
+    if not single_elements(row):
         return 1.0
     here, there = work(spec, size.batch, row.variant), work(row.spec, row.size.batch, row.variant)
     wider = ITEM_SIZE[spec.dtype] == 2 and _aligned(spec) > _aligned(row.spec)  # noqa: PLR2004

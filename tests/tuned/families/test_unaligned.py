@@ -102,6 +102,24 @@ def test_what_an_unaligned_row_takes_grows_with_the_work_of_a_multiprocessor() -
     assert linears.grows(line, LinearCatSpec("float32", (219, 167), 692, precision="ieee"), LinearCatSize(603)) > 3
 
 
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "rows", "captured", "called"),
+    [
+        ((512, 512), 512, 24, True, True),
+        ((512, 512), 512, 64, True, True),
+        ((512, 512), 512, 128, False, False),
+        ((1024, 512), 96, 9, False, True),
+    ],
+)
+def test_what_aligned_rows_take_without_tensor_cores_grows_too(
+    inputs: tuple[int, ...], outputs: int, rows: int, *, captured: bool, called: bool
+) -> None:
+    """24 rows lead by 2.0, but 128 have 2.4 times the work; and PyTorch's operator takes less for 9 than for 24."""
+    spec = LinearCatSpec("float32", inputs, outputs, precision="ieee")
+    for now, served in ((True, captured), (False, called)):
+        assert (LINEAR.choice_of(spec, LinearCatSize(rows), H200, captured=now).variant is not None) is served
+
+
 def test_in_16_bits_pytorch_may_take_half_as_long_where_rows_are_multiples_of_4_bytes() -> None:
     row = row_of("gru_cell", step(675), GruCellSize(30))
     odd, even = (cells.grows(row, GruCellSpec("bfloat16", hidden, (600,)), GruCellSize(30)) for hidden in (601, 602))
