@@ -203,7 +203,7 @@ class OuterTile(NamedTuple):
     sums: int
 
     def blocks(self, elements: int) -> int:
-        """Blocks of K, which are written out, if a lane reads so many elements of a row at a time."""
+        """Blocks of K, if a lane reads so many elements of a row at a time."""
         return sum(ceil_div(width, WARP * elements) for width in self.widths)
 
     def registers(self, elements: int) -> int:
@@ -224,11 +224,8 @@ class OuterTile(NamedTuple):
 
     def constants(self, spec: Any, align: int) -> dict[str, int]:
         """BLOCK_K and ALIGN of a call whose strides ``align`` divides."""
-        elements, narrower = self.elements(_aligned(spec)), self.elements(align)
-        # Strides may allow less than widths do: many blocks would take long to compile.
-        if narrower < elements and self.blocks(narrower) <= MAX_VECTOR_BLOCKS:
-            elements = narrower
-        return {"BLOCK_K": WARP * elements, "ALIGN": min(align, elements)}
+        elements = self.elements(min(align, _aligned(spec)))
+        return {"BLOCK_K": WARP * elements, "ALIGN": elements}
 
     def rejection(self, spec: Any, size: Rows | None, columns: int) -> str | None:
         """Why form "outer" is not tried, with so many tiles of columns, or None."""
@@ -236,7 +233,7 @@ class OuterTile(NamedTuple):
         if self.registers(elements) > OUTER_REGISTERS:
             return f"{self.registers(elements)} registers per thread for a block and the sums are more than {OUTER_REGISTERS}"
         if self.blocks(elements) > MAX_VECTOR_BLOCKS:
-            return f"{self.blocks(elements)} blocks of K are written out, at most {MAX_VECTOR_BLOCKS}"
+            return f"{self.blocks(elements)} blocks of K follow each other, at most {MAX_VECTOR_BLOCKS} are tried"
         if elements * ITEM_SIZE[self.dtype] < min(4, _aligned(spec) * ITEM_SIZE[self.dtype]):
             return "so many sums leave a lane 2 bytes of a row at a time: smaller tiles are tried"
         if not slow_loads(spec) and (spec.precision != "ieee" or (size is not None and size.batch <= VECTOR_ROWS)):
