@@ -38,7 +38,7 @@ CELL = GruCellSpec("float16", 8, (16, 8), precision="")
 
 
 @pytest.mark.parametrize("what", ["x0", "x1", "h", "out"])
-@pytest.mark.parametrize("form", ["split", "tile", "vector"])
+@pytest.mark.parametrize("form", ["split", "tile", "vector", "outer"])
 def test_a_step_finds_rows_that_lie_gigabytes_apart(form: str, what: str) -> None:
     call, _ = build(GruCase(CELL, ROWS))
     apart = dataclasses.replace(call, **{what: far(getattr(call, what))})

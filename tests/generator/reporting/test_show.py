@@ -61,6 +61,11 @@ CASES = {
         GruCellSize(2),
         GruCellVariant("vector", 2, 4, 256),
     ),
+    "gru-cell-outer": (
+        GruCellSpec("float32", 27, (16, 3), precision="ieee"),
+        GruCellSize(9),
+        GruCellVariant("outer", 4, 8),
+    ),
     "gru-cell-library": (GruCellSpec("float32", 70, (8, 3), precision="ieee"), GruCellSize(3), GATES),
     "gru-cell-inplace": (GruCellSpec("float16", 64, (64,), bias=False, inplace=True), GruCellSize(2), GATES),
     "linear-cat-tile": (
@@ -72,6 +77,11 @@ CASES = {
         LinearCatSpec("float16", (33, 8, 4), 20, bias=False),
         LinearCatSize(3),
         LinearCatVariant("vector", 4, 8, 256),
+    ),
+    "linear-cat-outer": (
+        LinearCatSpec("float32", (16, 3), 20, precision="ieee"),
+        LinearCatSize(9),
+        LinearCatVariant("outer", 4, 8),
     ),
 }
 

@@ -199,13 +199,20 @@ def test_pytorchs_own_of_padded_tensors_takes_every_tensor_with_any_strides(
     assert machine.copies or VIEWS[view] is negative, "nothing was padded"
 
 
+LINEAR_VARIANTS = {
+    "tile": LinearCatVariant(),
+    "vector": LinearCatVariant("vector", 4, 32, 128),
+    "outer": LinearCatVariant("outer", 4, 8),
+}
+
+
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize(("form", "batch"), [("tile", 1), ("vector", 3)])
+@pytest.mark.parametrize(("form", "batch"), [("tile", 1), ("vector", 3), ("outer", 9)])
 def test_products_of_another_precision_than_the_librarys_take_any_input(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, view: str, batch: int, form: str
 ) -> None:
     """A float32 GRU's input needs such a product if TF32 is allowed for recurrent networks and not for GEMMs."""
-    variant = LinearCatVariant() if form == "tile" else LinearCatVariant("vector", 4, 32, 128)
+    variant = LINEAR_VARIANTS[form]
     monkeypatch.setattr(run, "_choose", lambda *_: Choice("default", "", POLL))
     monkeypatch.setattr(project, "SMALL_PRODUCT", 0)
     monkeypatch.setattr(project, "_projection", lambda *_: variant)
@@ -224,7 +231,7 @@ def test_products_of_another_precision_than_the_librarys_take_any_input(
 
 # Steps ----------------------------------------------------------------------------------------------------------------
 
-FORMS = ("library", "tile", "split", "vector")
+FORMS = ("library", "tile", "split", "vector", "outer")
 
 
 def cell_variant(form: str) -> GruCellVariant:
@@ -233,6 +240,7 @@ def cell_variant(form: str) -> GruCellVariant:
         "tile": {"block_batch": 16, "block_hidden": 32, "block_k": 64},
         "split": {"block_batch": 16, "block_hidden": 32, "block_k": 64},
         "vector": {"block_batch": 4, "block_hidden": 16, "block_k": 128},
+        "outer": {"block_batch": 4, "block_hidden": 8},
     }
     return gates_variant(H) if form == "library" else GruCellVariant(form, **sizes[form])
 
@@ -273,11 +281,11 @@ def test_a_step_takes_every_tensor_with_any_strides(
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize(("form", "rows"), [("tile", 1), ("vector", 3)])
+@pytest.mark.parametrize(("form", "rows"), [("tile", 1), ("vector", 3), ("outer", 9)])
 def test_a_linear_over_segments_takes_every_tensor_with_any_strides(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, form: str, view: str, rows: int
 ) -> None:
-    variant = LinearCatVariant() if form == "tile" else LinearCatVariant("vector", 4, 32, 128)
+    variant = LINEAR_VARIANTS[form]
     monkeypatch.setattr(tuned.calls.linear_cat.run.MOMENTS, "variant_of", lambda *_: (variant, True))
     torch.manual_seed(0)
     shapes = {"x0": (2, rows, 5), "x1": (2, rows, 8), "weight": (12, 13), "bias": (12,)}

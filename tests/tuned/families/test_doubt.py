@@ -185,10 +185,17 @@ def test_no_call_waits_for_more_launches_than_pytorchs_own() -> None:
 
 def test_without_tensor_cores_a_small_lead_serves_no_larger_step() -> None:
     """By rows that led by 1.22, 5 of 9 random steps of as many products took up to 1.05 of PyTorch's time in graphs."""
-    for rows, inputs, hidden in ((56, 96, 216), (189, 53, 112), (229, 99, 66), (277, 82, 83)):
+    for rows, inputs, hidden in ((56, 96, 216), (229, 99, 66)):
+        spec = GruCellSpec("float32", hidden, (inputs,), precision="ieee")
+        assert CELL.choice_of(spec, GruCellSize(rows), H100, captured=True).rule == "eager", rows
+    for rows, inputs, hidden in (
+        (189, 53, 112),
+        (277, 82, 83),
+    ):  # by another kernel, whose rows of an H200 lead by more
         spec = GruCellSpec("float32", hidden, (inputs,), precision="ieee")
         found = CELL.choice_of(spec, GruCellSize(rows), H100, captured=True)
-        assert found.rule == "eager" or found.variant.form == "outer", "which was measured later, on an H200"
+        assert found.variant.form == "outer", rows
+        assert found.row.eager_us > 2 * found.row.median_us
     for rows, inputs, hidden in ((172, 86, 62), (209, 97, 33), (9, 86, 104), (221, 34, 87)):
         spec = GruCellSpec("float32", hidden, (inputs,), precision="ieee")
         assert CELL.choice_of(spec, GruCellSize(rows), H100, captured=True).variant is not None, rows
@@ -208,7 +215,7 @@ def test_a_default_serves_calls_alone_where_no_variant_of_a_near_row_fits() -> N
     """108 rows of 152 to 794 by a kernel that nobody measured took 11 us in a graph, PyTorch 7; as calls they took 13 and 27."""
     spec = LinearCatSpec("float32", (2197, 3), 30, precision="ieee")  # more blocks of K than form "outer" writes out
     called, captured = (linear.MOMENTS.choice_of(spec, LinearCatSize(108), H200, now) for now in (False, True))
-    assert called.rule in ("portfolio", "default")
+    assert called.rule == "portfolio"
     assert (captured.rule, captured.variant) == ("eager", None)
     assert "no variant of a row that is near fits" in captured.why
 
