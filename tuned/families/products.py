@@ -236,11 +236,13 @@ class OuterTile(NamedTuple):
             return f"{self.blocks(elements)} blocks of K follow each other, at most {MAX_VECTOR_BLOCKS} are tried"
         if elements * ITEM_SIZE[self.dtype] < min(4, _aligned(spec) * ITEM_SIZE[self.dtype]):
             return "so many sums leave a lane 2 bytes of a row at a time: smaller tiles are tried"
-        if not slow_loads(spec) and (spec.precision != "ieee" or (size is not None and size.batch <= VECTOR_ROWS)):
-            return "form='outer' is for products that tensor cores do not make, or rows that are loaded an element at a time"
         return None if size is None else self._rows_rejection(spec, size.batch, columns)
 
     def _rows_rejection(self, spec: Any, rows: int, columns: int) -> str | None:
+        if rows == 1 and not slow_loads(spec):
+            return "form='outer' takes several rows: for one, form='vector' does the same"
+        if rows > VECTOR_ROWS and spec.precision != "ieee" and not slow_loads(spec):
+            return f"form='outer' is for at most {VECTOR_ROWS} rows, where tensor cores and wide loads are to be had"
         if self.rows >= 2 * rows:
             return f"a tile of {self.rows} rows would leave more than half of them empty with {rows}"
         if rows > VECTOR_ROWS and 4 * self.rows <= VECTOR_ROWS:

@@ -8,9 +8,10 @@ torch.nn.GRUCell (reset after the product) in one launch and without tensor core
 with i = x @ weight_ih.T + bias_ih and g = h @ weight_hh.T + bias_hh. x is up to four inputs side by side.
 
 A program computes BLOCK_HIDDEN units of BLOCK_BATCH rows over all of K, the columns of x and of h; no program waits for
-another. Tiles are [units of a warp, rows, warps, K]: a warp owns whole units of all rows, and its lanes lie along K. So a
-thread multiplies each of its rows by the weights of each of its units, and sums stay within a warp. Arithmetic is in
-float32, and the result is rounded once, at the store. Names: i_ index, m_ mask, p_ pointer, w_ weights, s_ sum.
+another. Tiles are [FRONT, units of a warp, rows, BACK, K], where FRONT or BACK is the warps: a warp owns whole units of
+all rows, and its lanes lie along K. So a thread multiplies each of its rows by the weights of each of its units, and sums
+stay within a warp. Arithmetic is in float32, and the result is rounded once, at the store. Names: i_ index, m_ mask,
+p_ pointer, w_ weights, s_ sum.
 """
 
 import triton
@@ -32,6 +33,11 @@ def _tanh(x):
 @triton.jit
 def _sigmoid(x):
     return 1 / (1 + tl.exp(-x))
+
+
+# Where a tile has its warps. Triton spreads them over the axis that comes after the contiguous one, and of axes alike 3.6 takes
+# the first, 3.7 the last. So such tiles have an axis at both ends, of which one has length 1.
+WARPS_FIRST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
 
 
 @triton.jit
@@ -135,7 +141,7 @@ def _accumulate(p, p_weight, left, k, m_batch, p_r, p_z, p_n, s_r, s_z, s_n, MAS
 @triton.jit
 def _total(s, BATCH: tl.constexpr, HIDDEN: tl.constexpr):
     """The sums over lanes, as [BATCH, HIDDEN]: neighbouring units are on neighbouring warps."""
-    return tl.reshape(tl.permute(tl.sum(s, 3), (1, 0, 2)), (BATCH, HIDDEN))
+    return tl.reshape(tl.permute(tl.sum(s, 4), (2, 1, 0, 3)), (BATCH, HIDDEN))
 
 
 @triton.jit(  # ALIGN tells all of the strides: if one input had wider loads than another, threads would exchange each block
@@ -189,6 +195,8 @@ def gru_cell_outer(
     MASKED_H: tl.constexpr = HIDDEN % BLOCK_K > 0
     TILES: tl.constexpr = (HIDDEN + BLOCK_HIDDEN - 1) // BLOCK_HIDDEN
     EACH: tl.constexpr = BLOCK_HIDDEN // WARPS
+    FRONT: tl.constexpr = WARPS if WARPS_FIRST else 1
+    BACK: tl.constexpr = WARPS // FRONT
     # Blocks whose loads are in flight together, at most 8.
     UNROLLED_X: tl.constexpr = BLOCKS_X // ((BLOCKS_X + 7) // 8)
     UNROLLED_H: tl.constexpr = BLOCKS_H // ((BLOCKS_H + 7) // 8)
@@ -208,16 +216,16 @@ def gru_cell_outer(
     i_unit = (tl.program_id(0) % TILES) * BLOCK_HIDDEN + tl.arange(0, BLOCK_HIDDEN)
     i_batch = (tl.program_id(0) // TILES) * BLOCK_BATCH + tl.arange(0, BLOCK_BATCH).to(tl.int64)
     m_out = (i_batch < batch)[:, None] & (i_unit < HIDDEN)[None, :]
-    i_warp = tl.arange(0, WARPS)[None, None, :, None]
-    i_own = (tl.program_id(0) % TILES) * BLOCK_HIDDEN + tl.arange(0, EACH)[:, None, None, None] * WARPS + i_warp
+    i_warp = tl.arange(0, FRONT)[:, None, None, None, None] + tl.arange(0, BACK)[None, None, None, :, None]
+    i_own = (tl.program_id(0) % TILES) * BLOCK_HIDDEN + tl.arange(0, EACH)[None, :, None, None, None] * WARPS + i_warp
     i_row_r = tl.minimum(i_own, HIDDEN - 1)
     i_row_z, i_row_n = i_row_r + HIDDEN, i_row_r + 2 * HIDDEN
     # ``0 * i_warp`` makes a tile of the inputs for each warp, loaded from L1: its layout is then that of the weights, and
     # threads exchange nothing.
-    i_row = i_batch[None, :, None, None] + 0 * i_warp
+    i_row = i_batch[None, None, :, None, None] + 0 * i_warp
     m_row = i_row < batch
-    k = tl.arange(0, BLOCK_K)[None, None, None, :]
-    zero = tl.zeros((EACH, BLOCK_BATCH, WARPS, BLOCK_K), tl.float32)
+    k = tl.arange(0, BLOCK_K)[None, None, None, None, :]
+    zero = tl.zeros((FRONT, EACH, BLOCK_BATCH, BACK, BLOCK_K), tl.float32)
     s_r, s_z, s_x, s_h = zero, zero, zero, zero
 
     # The old state and the biases are needed at the end. Loaded here, they arrive while the products are made.

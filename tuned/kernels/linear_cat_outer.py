@@ -12,6 +12,11 @@ import triton
 import triton.language as tl
 
 
+# Where a tile has its warps. Triton spreads them over the axis that comes after the contiguous one, and of axes alike 3.6 takes
+# the first, 3.7 the last. So such tiles have an axis at both ends, of which one has length 1.
+WARPS_FIRST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
+
+
 @triton.jit
 def _segment(
     block,
@@ -141,24 +146,27 @@ def linear_cat_outer(
     if BIAS:  # loaded here, it arrives while the products are made
         b = tl.load(bias + i_column, mask=i_column < COLUMNS, other=0)
 
-    # Tiles are [columns of a warp, rows, warps, K]: a warp owns whole columns of all rows, and its lanes lie along K. So a thread
-    # multiplies each of its rows by each of its columns, and sums stay within a warp. ``0 * i_warp`` makes a tile of x for each
-    # warp, loaded from L1: its layout is then that of the weights, and threads exchange nothing.
+    # Tiles are [FRONT, columns of a warp, rows, BACK, K], where FRONT or BACK is the warps: a warp owns whole columns of all
+    # rows, and its lanes lie along K. So a thread multiplies each of its rows by each of its columns, and sums stay within a
+    # warp. ``0 * i_warp`` makes a tile of x for each warp, loaded from L1: its layout is then that of the weights, and threads
+    # exchange nothing.
     EACH: tl.constexpr = BLOCK_COLUMNS // WARPS
+    FRONT: tl.constexpr = WARPS if WARPS_FIRST else 1
+    BACK: tl.constexpr = WARPS // FRONT
     UNROLLED: tl.constexpr = BLOCKS // ((BLOCKS + 7) // 8)  # blocks whose loads are in flight together, at most 8
-    i_warp = tl.arange(0, WARPS)[None, None, :, None]
-    k = tl.arange(0, BLOCK_K)[None, None, None, :]
-    i_own = (tl.program_id(0) % TILES) * BLOCK_COLUMNS + tl.arange(0, EACH)[:, None, None, None] * WARPS + i_warp
+    i_warp = tl.arange(0, FRONT)[:, None, None, None, None] + tl.arange(0, BACK)[None, None, None, :, None]
+    k = tl.arange(0, BLOCK_K)[None, None, None, None, :]
+    i_own = (tl.program_id(0) % TILES) * BLOCK_COLUMNS + tl.arange(0, EACH)[None, :, None, None, None] * WARPS + i_warp
     p_own = tl.minimum(i_own, COLUMNS - 1) * weight_stride
-    i_row_4d = i_row[None, :, None, None]
-    m_row = i_row_4d < rows
-    s = tl.zeros((EACH, BLOCK_ROWS, WARPS, BLOCK_K), tl.float32)
+    i_row_5d = i_row[None, None, :, None, None]
+    m_row = i_row_5d < rows
+    s = tl.zeros((FRONT, EACH, BLOCK_ROWS, BACK, BLOCK_K), tl.float32)
     for block in tl.range(0, BLOCKS, loop_unroll_factor=UNROLLED):
         p, stride, column, start, left = _segment(
             block, x0, x1, x2, x3, x0_stride, x1_stride, x2_stride, x3_stride,
             WIDTH0, WIDTH1, WIDTH2, WIDTH3, BLOCK_K,
         )  # fmt: skip
-        p += column + i_row_4d * stride + k + 0 * i_warp
+        p += column + i_row_5d * stride + k + 0 * i_warp
         if MASKED:
             w = tl.load(weight + start + p_own + k, mask=k < left, other=0)
             a = tl.load(p, mask=m_row & (k < left), other=0)
@@ -166,7 +174,7 @@ def linear_cat_outer(
             w = tl.load(weight + start + p_own + k)
             a = tl.load(p, mask=m_row, other=0)
         s += w.to(tl.float32) * a.to(tl.float32)
-    s = tl.reshape(tl.permute(tl.sum(s, 3), (1, 0, 2)), (BLOCK_ROWS, BLOCK_COLUMNS))
+    s = tl.reshape(tl.permute(tl.sum(s, 4), (2, 1, 0, 3)), (BLOCK_ROWS, BLOCK_COLUMNS))
     if BIAS:
         s += b.to(tl.float32)[None, :]
     tl.store(out + i_row[:, None] * out_stride + i_column[None, :], s.to(out.dtype.element_ty), mask=m_out)
