@@ -3286,6 +3286,15 @@ WHOLE_ROWS = (
         "A linear of 3 rows of 49 + 330 + 496 features to 2,476 takes six times as long as PyTorch's in a graph.",
     ),
     Fault(
+        "warps_are_at_the_other_end",
+        "templates/warps.py.jinja",
+        " < (3, 7)",
+        " >= (3, 7)",
+        ("tests/kernels/test_compile.py::test_threads_of_an_outer_form_exchange_nothing_but_results",),
+        "Threads exchange inputs and weights through shared memory in each block: a step takes up to 1.7 times as long.",
+        render=True,
+    ),
+    Fault(
         "strides_are_specialized",
         "templates/gru_cell_outer.py.jinja",
         '*("x0_stride_b", "x1_stride_b", "x2_stride_b", "x3_stride_b", "h_stride_b"),',

@@ -238,7 +238,9 @@ class OuterTile(NamedTuple):
             return "so many sums leave a lane 2 bytes of a row at a time: smaller tiles are tried"
         return None if size is None else self._rows_rejection(spec, size.batch, columns)
 
-    def _rows_rejection(self, spec: Any, rows: int, columns: int) -> str | None:
+    def _rows_rejection(  # noqa: PLR0911 - one return per rule
+        self, spec: Any, rows: int, columns: int
+    ) -> str | None:
         if rows == 1 and not slow_loads(spec):
             return "form='outer' takes several rows: for one, form='vector' does the same"
         if rows > VECTOR_ROWS and spec.precision != "ieee" and not slow_loads(spec):

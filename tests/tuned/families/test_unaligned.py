@@ -60,7 +60,10 @@ def test_strides_may_allow_less_than_widths_and_no_more() -> None:
     ("spec", "rows", "tried"),
     [
         (step(96, "float32"), 9, True),
-        (step(96, "float32"), 8, False),
+        (step(96, "float32"), 8, True),
+        (step(96, "float32"), 1, False),
+        (step(96), 8, True),
+        (step(96), 9, False),
         (step(75, "float32"), 5, True),
         (step(75), 64, True),
         (step(75), 65, False),
