@@ -43,15 +43,20 @@ def missing(text: str) -> set[str]:
 
 @functools.cache
 def loaded(part: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The functions of a part of a file, and the names that they load and do not give. Files of many rows share parts."""
-    functions = [node for node in ast.parse(part).body if isinstance(node, ast.FunctionDef)]
+    """The functions and constants of a part of a file, and the names that its functions load and do not give.
+
+    Files of many rows share parts.
+    """
+    body = ast.parse(part).body
+    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+    constants = {t.id for node in body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)}
     found: set[str] = set()
     for function in functions:
         nodes = list(ast.walk(function))
         own = {n.arg for n in nodes if isinstance(n, ast.arg)}
         own |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         found |= {n.id for n in nodes if isinstance(n, ast.Name)} - own
-    return frozenset(f.name for f in functions), frozenset(found)
+    return frozenset({f.name for f in functions} | constants), frozenset(found)
 
 
 class Recorder:

@@ -167,4 +167,4 @@ def test_kernels_serve_more_calls_of_the_releases_draw() -> None:
             line = LinearCatSpec(row["dtype"], tuple(row["inputs"]), row["outputs"], precision=precision)
             found = LINEAR.choice_of(line, LinearCatSize(rows), H200, captured=False)
         served += found.variant is not None
-    assert served >= 136
+    assert served >= 149
