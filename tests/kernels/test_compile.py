@@ -635,6 +635,13 @@ def test_a_vector_step_exchanges_nothing_between_warps_but_its_results(
     assert (ptx.count("bar.sync") > 1) == crosses, "sums that cross warps are several times slower"
 
 
+def test_rows_of_a_vector_step_are_exchanged_by_triton_3_6(compiler: concurrent.futures.Executor) -> None:
+    """It gives the rows of the input to different warps; form "outer" has its warps where each Triton puts them."""
+    spec = GruCellSpec("bfloat16", 384, (640,))
+    _, ptx = compiler.submit(compiling.cell_code, spec, GruCellVariant("vector", 2, 4, 256), 8).result()
+    assert (ptx.count("bar.sync") > 1) == (compiling.TRITON < (3, 7))
+
+
 @pytest.mark.parametrize("width", [640, 641], ids=["one input is aligned", "none is aligned"])
 @pytest.mark.parametrize("family", ["gru_cell", "linear_cat"])
 def test_threads_of_an_outer_form_exchange_nothing_but_results(

@@ -111,6 +111,7 @@ def test_what_an_unaligned_row_takes_grows_with_the_work_of_a_multiprocessor() -
     [
         ((512, 512), 512, 24, True, True),
         ((512, 512), 512, 64, True, True),
+        ((512, 512), 512, 128, True, True),
         ((512, 512), 512, 192, False, False),
         ((1024, 512), 96, 9, False, True),
     ],
