@@ -8,7 +8,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
+import triton
 
 from generator.rendering.structures import load
 
@@ -27,6 +29,18 @@ def run(launches: Iterable[Launch]) -> None:
     with np.errstate(invalid="ignore", over="ignore"):
         for launch in launches:
             load(launch.kernel)[(launch.programs,)](*launch.arguments, **launch.constants, **launch.options)
+
+
+@contextlib.contextmanager
+def triton_calls_itself(version: str) -> Iterator[None]:
+    """Inside the block, kernels that look at Triton's version when they are imported see this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "__version__", version)
+        load.cache_clear()
+        try:
+            yield
+        finally:
+            load.cache_clear()
 
 
 def truncates(dtype: str) -> bool:
