@@ -72,6 +72,16 @@ def contiguous_lines(names: Sequence[str]) -> list[str]:
     return [f"    {name} = {name}.contiguous()" for name in names]
 
 
+def padded_lines(inputs: Sequence[str], weight: str, joined: str, columns: int) -> list[str]:
+    """Lines that join inputs as ``joined``, and pad its rows and those of the weight to ``columns``: what form "padded" copies."""
+    whole = inputs[0] if len(inputs) == 1 else f"torch.cat(({', '.join(inputs)}), -1)"
+    padded = "torch.nn.functional.pad({0}, (0, {1} - {0}.shape[1]))"
+    return [
+        f"    {joined} = {whole}",
+        *(f"    {name} = {padded.format(name, columns)}" for name in (joined, weight)),
+    ]
+
+
 def chosen_lines(
     name: str, tensor: str, capability: tuple[int, int], values: tuple[str, str] | None = None
 ) -> list[str]:

@@ -6,6 +6,7 @@ import re
 import textwrap
 from pathlib import Path
 
+from tuned.families.copying import KERNEL as COPY
 from tuned.families.launch import Launch
 from tuned.lookup.record import RecordError, Winner
 
@@ -71,7 +72,8 @@ def standalone(winner: Winner) -> str:
     work = WORKLOADS[winner.family]
     call = work.inputs(winner.spec, work.shown_size(winner.size) if work.shown_size else winner.size, "meta", 0)
     steps = work.family.launches(winner.spec, winner.variant, call)
-    every = tuple(step for step in steps if isinstance(step, Launch))
+    # What form "padded" copies first, the shown function pads with PyTorch.
+    every = tuple(step for step in steps if isinstance(step, Launch) and step.kernel != COPY)
     launches = {step.kernel: step for step in every}  # each kernel once
     kernels = "\n\n".join(_literal_kernel(launch) for launch in launches.values())
     last = next(reversed(launches.values()))

@@ -16,7 +16,7 @@ from generator.rendering.structures import structures
 from generator.searching.pool import legal_pool
 from tests.support import pairwise
 from tests.support.gru_case import GruCase, assert_right, build, run_steps
-from tests.support.gru_cell_forms import FORMS, LIBRARY, OUTER, SPLIT, TILE, VECTOR
+from tests.support.gru_cell_forms import FORMS, LIBRARY, OUTER, PADDED, SPLIT, TILE, VECTOR
 from tests.support.rope_case import assert_close
 from tests.support.run import DEVICE, INTERPRETED, to_numpy, triton_calls_itself
 from tuned.families.architecture import LEAST_SHARED, shared_limit
@@ -91,11 +91,25 @@ def test_every_form_takes_any_hidden_size_and_batch(form: str, hidden: int, batc
         # With many warps: with few, a GPU's compiler spills and takes 20 s.
         "split": dataclasses.replace(SPLIT, block_hidden=64, block_k=256, k_parts=4, num_warps=8),
         "tile": dataclasses.replace(TILE, block_hidden=64, schedule="joint", stacked=True),
+        "padded": dataclasses.replace(PADDED, block_hidden=16, schedule="one"),
         "vector": dataclasses.replace(VECTOR, block_hidden=32, block_k=256, num_warps=8),
         "outer": dataclasses.replace(OUTER, block_hidden=16, num_warps=8),
     }
     spec = spec_of(dtype, hidden, (hidden // 2 + 1, 3), bias=hidden % 2 == 0)
     assert_right(GruCase(spec, batch), tile[form])
+
+
+@pytest.mark.parametrize(("hidden", "inputs"), [(24, (5, 3)), (19, (16, 8)), (19, (72,)), (21, (1, 2, 3))], ids=str)
+@pytest.mark.parametrize("schedule", ["two", "one", "joint"])
+def test_only_rows_that_are_not_aligned_are_copied(hidden: int, inputs: tuple[int, ...], schedule: str) -> None:
+    spec = spec_of("bfloat16", hidden, inputs)
+    variant = dataclasses.replace(PADDED, schedule=schedule, stacked=schedule == "one")
+    assert_right(GruCase(spec, batch=5), variant)
+    call, _ = build(GruCase(spec, batch=5))
+    main = launches(spec, variant, call)[-1]
+    assert (main.arguments[0] is call.x0) == (inputs in ((16, 8), (72,)))
+    assert (main.arguments[4] is call.h) == (hidden == 24)
+    assert main.constants["ALIGN"] == 8
 
 
 def test_float32_products_may_be_ieee() -> None:
@@ -147,11 +161,18 @@ def axes_of(form: str) -> dict[str, tuple[Any, ...]]:
     used = {
         "split": ("block_k", "k_parts", "schedule", "num_stages", "num_warps"),
         "tile": ("block_k", "schedule", "stacked", "order", "num_warps"),
+        "padded": ("block_k", "schedule", "num_warps"),
         "vector": ("block_k", "num_warps"),
         "outer": ("num_warps",),
         "library": ("num_warps",),
     }
-    ranges = {"split": (16, 64, 8, 64), "tile": (64, 128, 8, 64), "vector": (1, 8, 2, 16), "outer": (1, 16, 2, 16)}
+    ranges = {
+        "split": (16, 64, 8, 64),
+        "tile": (64, 128, 8, 64),
+        "padded": (64, 64, 8, 32),
+        "vector": (1, 8, 2, 16),
+        "outer": (1, 16, 2, 16),
+    }
     ranges["library"] = (1, 8, 64, 256)
     rows_from, rows_to, units_from, units_to = ranges[form]
     rows = tuple(n for n in declared["block_batch"] if rows_from <= n <= rows_to)
@@ -161,7 +182,11 @@ def axes_of(form: str) -> dict[str, tuple[Any, ...]]:
 
 def possible(knobs: dict[str, Any]) -> bool:
     """Whether the text can express it, a GPU has room for it (however slow), and it is small enough to interpret."""
-    if knobs["form"] in ("split", "tile"):  # plus a tenth for the sums; on a GPU these tests launch the variant
+    if knobs["form"] in (
+        "split",
+        "tile",
+        "padded",
+    ):  # plus a tenth for the sums; on a GPU these tests launch the variant
         variant = GruCellVariant(**knobs)
         kept = variant.num_stages - int(variant.form == "split")
         if kept * stage_bytes(spec_of("float16", 19, (72, 8)), variant) > 0.9 * shared_limit(90):
@@ -173,11 +198,11 @@ def possible(knobs: dict[str, Any]) -> bool:
         return knobs["block_k"] >= 256 and products <= 2**13 * min(4, knobs["num_warps"])  # 256 elements a thread
     if knobs["form"] == "outer":
         return knobs["block_hidden"] >= knobs["num_warps"]
-    return knobs["form"] != "tile" or knobs["block_k"] <= 512
+    return knobs["form"] not in ("tile", "padded") or knobs["block_k"] <= 512
 
 
 NUMBERS = [
-    {"k_parts": 1, **knobs} if form == "tile" else knobs
+    {"k_parts": 1, **knobs} if form in ("tile", "padded") else knobs
     for form in FORMS
     for knobs in pairwise.covering(pairwise.product(axes_of(form), possible))
 ]

@@ -72,7 +72,7 @@ def _copied(draw: random.Random, rows: Rows, dtype: torch.dtype) -> Copied:
 
 
 def by_loops(every: Sequence[Rows], like: torch.Tensor) -> Callable[[tuple[int, ...]], None]:
-    """Stands for ``tuned.calls.gru.padding.launches_of``: a function that copies CPU tensors by loops."""
+    """Stands for ``tuned.launching.copies.launches_of``: a function that copies CPU tensors by loops."""
     dtype = INTEGERS[like.element_size()]
 
     def at(address: int, elements: int) -> torch.Tensor:

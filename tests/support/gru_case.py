@@ -118,9 +118,16 @@ def assert_right(case: GruCase, variant: GruCellVariant) -> torch.Tensor:
     elif INTERPRETED:
         with watched() as traffic, mended_interpreter():
             run_steps(steps)
-        (launch,) = (step for step in steps if isinstance(step, Launch))
-        gates = launch.arguments[:2] if library else ()
-        assert_traffic_right(case, call, gates, traffic)
+        launch = [step for step in steps if isinstance(step, Launch)][-1]
+        gates, copies = launch.arguments[:2] if library else (), ()
+        if variant.pads:
+            x, h, weights = launch.arguments[0], launch.arguments[4], launch.arguments[5:7]
+            copies = tuple(
+                t
+                for t in (x, h, *weights)
+                if all(t is not given for given in (call.x0, call.h, call.weight_ih, call.weight_hh))
+            )
+        assert_traffic_right(case, call, gates, traffic, copies)
     else:
         run_steps(steps)
     assert_close(to_numpy(call.out), *want)
@@ -132,13 +139,16 @@ def assert_right(case: GruCase, variant: GruCellVariant) -> torch.Tensor:
     return call.out  # type: ignore[no-any-return]
 
 
-def assert_traffic_right(case: GruCase, call: GruCellCall, gates: tuple[Any, ...], traffic: Traffic) -> None:
-    """No address outside the tensors, each element of h' written once, every operand read, and no race in place."""
+def assert_traffic_right(
+    case: GruCase, call: GruCellCall, gates: tuple[Any, ...], traffic: Traffic, copies: tuple[Any, ...] = ()
+) -> None:
+    """No address outside the tensors, each element of h' and of copies written once, every operand read, and no race in place."""
     loaded, stored = traffic.loaded(), traffic.stored()
     out, h = addresses(call.out).ravel(), addresses(call.h).ravel()
-    assert np.array_equal(np.sort(stored[:, 0]), np.sort(out)), "not every element of h' is written once"
+    written = np.concatenate([out, *(addresses(t).ravel() for t in copies)])
+    assert np.array_equal(np.sort(stored[:, 0]), np.sort(written)), "not every element of h' is written once"
     weights = gates or (*call.segments, call.weight_ih, call.weight_hh)
-    tensors = (*weights, call.h, call.bias_ih, call.bias_hh)
+    tensors = (*weights, *copies, call.h, call.bias_ih, call.bias_hh)
     allowed = np.concatenate([addresses(t).ravel() for t in tensors if t is not None])
     assert among(loaded[:, 0], allowed).all(), "a load outside every tensor of the call"
     for tensor in weights:

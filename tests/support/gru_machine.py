@@ -18,11 +18,11 @@ import tuned.launching.plan
 import tuned.nn
 from generator.rendering.structures import load
 from tests.support.gru_sequences import single_steps
-from tuned.calls.gru import padding, plan, project, run
+from tuned.calls.gru import plan, project, run
 from tuned.calls.recurrent import serve
 from tuned.families.copying import KERNEL as COPY
 from tuned.families.launch import Launch
-from tuned.launching import left
+from tuned.launching import copies, left
 from tuned.launching.plan import DirectLaunch
 from tuned.lookup.lookup import Gpu, choose
 
@@ -115,13 +115,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         monkeypatch.setattr(module, "_PLANS", {})
     monkeypatch.setattr(plan, "_TRAINED", {})
     monkeypatch.setattr(left, "LEFT", {})
-    for module in (padding, plan, project, tuned.launching.plan):
+    for module in (copies, plan, project, tuned.launching.plan):
         monkeypatch.setattr(module, "direct_launch", made.direct_launch)
     monkeypatch.setattr(tuned.launching.launcher, "launch_public", made.launch_public)
     monkeypatch.setattr(tuned.launching.plan, "_capturing", lambda: False)
-    for module in (padding, run, project):
+    for module in (copies, run, project):
         monkeypatch.setattr(module, "launch_known", made.launch)
-    monkeypatch.setattr(padding, "_COMPILED", {})
+    monkeypatch.setattr(copies, "_COMPILED", {})
     for module in (plan, project):
         monkeypatch.setattr(module, "compiled_before", lambda *_: "compiled")
     monkeypatch.setattr(run, "may_learn", lambda _device: True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ VECTOR = LinearCatVariant("vector", 4, 8, 256)
 
 OUTER = LinearCatVariant("outer", 4, 8, num_warps=2)
 
-FORMS = {"tile": TILE, "vector": VECTOR, "outer": OUTER}
+PADDED = dataclasses.replace(TILE, form="padded")
+
+FORMS = {"tile": TILE, "padded": PADDED, "vector": VECTOR, "outer": OUTER}
 
 
 def build(spec: LinearCatSpec, rows: int, view: str) -> tuple[LinearCatCall, dict[str, Any]]:
@@ -54,11 +57,14 @@ def assert_right(spec: LinearCatSpec, rows: int, variant: LinearCatVariant, view
     bound = oracle.gru_tolerance(want, arithmetic, spec.dtype, truncates=truncates(spec.dtype))
     if INTERPRETED:
         with watched() as traffic, mended_interpreter():
-            run(launches(spec, variant, call))
+            steps = launches(spec, variant, call)
+            run(steps)
+        copies = steps[-1].arguments[0], steps[-1].arguments[4]  # of x and weight, in form "padded"
+        written = [addresses(t).ravel() for t in (call.out, *(copies if variant.pads else ()))]
         loaded, stored = traffic.loaded()[:, 0], traffic.stored()[:, 0]
-        assert np.array_equal(np.sort(stored), np.sort(addresses(call.out).ravel())), "not each element written once"
+        assert np.array_equal(np.sort(stored), np.sort(np.concatenate(written))), "not each element written once"
         operands = [addresses(t).ravel() for t in (*call.segments, call.weight, call.bias) if t is not None]
-        assert among(loaded, np.concatenate(operands)).all(), "a load outside every tensor of the call"
+        assert among(loaded, np.concatenate([*operands, *written[1:]])).all(), "a load outside every tensor of the call"
         assert all(among(operand, loaded).all() for operand in operands), "an element of an operand is never read"
     else:
         run(launches(spec, variant, call))

@@ -79,13 +79,15 @@ def _slim(spec: Any, size: Rows) -> bool:
 
 
 def fewer_rows(row: Any, spec: Any, size: Rows) -> bool:
-    """Whether a row of ``single_elements`` has many more rows than a call, for which PyTorch's operator takes less than there."""
-    return single_elements(row) and size.batch < FEWER_ROWS[ITEM_SIZE[spec.dtype]] * row.size.batch
+    """Whether an unaligned row, or one of form "outer", has many more rows than a call: PyTorch's operator takes less there."""
+    return (slow_loads(row.spec) or single_elements(row)) and size.batch < FEWER_ROWS[
+        ITEM_SIZE[spec.dtype]
+    ] * row.size.batch
 
 
 def single_elements(row: Any) -> bool:
     """Whether a row's kernel loads or multiplies an element at a time, so that its time grows with its work."""
-    return slow_loads(row.spec) or row.variant.form == "outer"
+    return row.variant.form == "outer" or (slow_loads(row.spec) and row.variant.form != "padded")
 
 
 def grows(row: Any, spec: Any, size: Rows, work: Callable[[Any, int, Any], float]) -> float:
@@ -94,11 +96,9 @@ def grows(row: Any, spec: Any, size: Rows, work: Callable[[Any, int, Any], float
     ``work`` is that of a multiprocessor: such a row's lead says nothing of more. In 16 bits PyTorch's operator takes down to half as
     long where all rows are multiples of 4 bytes.
     """
-    if not single_elements(row):
-        return 1.0
-    here, there = work(spec, size.batch, row.variant), work(row.spec, row.size.batch, row.variant)
-    wider = ITEM_SIZE[spec.dtype] == 2 and _aligned(spec) > _aligned(row.spec)  # noqa: PLR2004
-    return max(1.0, here / there) * (2.0 if wider else 1.0)
+    wider = ITEM_SIZE[spec.dtype] == 2 and slow_loads(row.spec) and _aligned(spec) > _aligned(row.spec)  # noqa: PLR2004
+    more = work(spec, size.batch, row.variant) / work(row.spec, row.size.batch, row.variant)
+    return (max(1.0, more) if single_elements(row) else 1.0) * (2.0 if wider else 1.0)
 
 
 def waves(programs: int, variant: Any) -> float:

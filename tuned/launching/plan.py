@@ -282,7 +282,7 @@ def run_and_keep(  # noqa: PLR0913 - a call, as the kernel took it and as it was
     given: Callable[..., Any],
     *arguments: Any,
 ) -> None:
-    """Run the steps of a call publicly, and ``keep`` its plan: ``make(its direct launch)``, or ``public`` if it can have none."""
+    """Run the steps of a call publicly, and ``keep`` its plan: ``make(its last direct launch)``, or ``public`` if it can have none."""
     addresses = [
         [(t.data_ptr(), t.get_device()) for t in tensors if t is not None] for tensors in (given(*arguments), taken)
     ]
@@ -292,7 +292,7 @@ def run_and_keep(  # noqa: PLR0913 - a call, as the kernel took it and as it was
     def plan() -> Any:
         if addresses[0] != addresses[1]:
             return public  # a tensor was copied, or segments were concatenated, and every call must do so again
-        launch = next(step for step in steps if isinstance(step, Launch))
+        launch = [step for step in steps if isinstance(step, Launch)][-1]
         direct = direct_launch(launch, compiled, device)
         return public if direct is None else make(direct)
 

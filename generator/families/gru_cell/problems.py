@@ -43,7 +43,9 @@ GRID_BATCH = (1, 6, 40, 200, 800)
 # Of rows that are no multiple of 16 bytes, which nearest rows of the other grid say nothing of.
 UNALIGNED_HIDDEN = (75, 225, 675)
 UNALIGNED_BATCH = (5, 30, 180)
-UNALIGNED_LARGE, LARGE_BATCH = 2025, (5, 30)  # larger steps are PyTorch's
+UNALIGNED_LARGE, LARGE_BATCH = 2025, (5, 30)  # larger steps are PyTorch's in float32
+# In bfloat16, which form "padded" is for.
+PADDED = ((75, 700), (225, 700), (675, 700), (2025, 180), (2025, 700))
 
 
 def problems() -> Iterator[Problem]:
@@ -60,3 +62,5 @@ def problems() -> Iterator[Problem]:
         for hidden, batch in itertools.product(hiddens, batches):
             for short, spec in (("bf16", _square(hidden)), ("fp32", _square(hidden, "float32", precision="ieee"))):
                 yield Problem(f"gru_cell_{grid}_{short}_{batch}x{hidden}", "gru_cell", spec, GruCellSize(batch))
+    for hidden, batch in PADDED:
+        yield Problem(f"gru_cell_unaligned_bf16_{batch}x{hidden}", "gru_cell", _square(hidden), GruCellSize(batch))

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 from tuned.families.gru_cell.launches import gates_name, kernel_name
 from tuned.families.gru_cell.spec import GruCellSpec
-from tuned.families.gru_cell.variant import GruCellVariant
+from tuned.families.gru_cell.variant import GruCellVariant, multiplied
 from tuned.families.launch import ceil_div
-from tuned.families.products import MAX_SEGMENTS
+from tuned.families.padded import padded_widths
+from tuned.families.products import ITEM_SIZE, MAX_SEGMENTS
 from tuned.lookup.record import Winner
 
-from ..text import Shown, Text, contiguous_lines, finished, head, refusal
+from ..text import Shown, Text, contiguous_lines, finished, head, padded_lines, refusal
 
 
 def gru_gates_specs() -> Iterator[GruCellSpec]:
@@ -22,7 +23,13 @@ def gru_gates_specs() -> Iterator[GruCellSpec]:
 
 
 # Form of a whole step in one kernel -> its template.
-GRU_CELL_FORMS = {"split": "gru_cell", "tile": "gru_cell", "vector": "gru_cell_vector", "outer": "gru_cell_outer"}
+GRU_CELL_FORMS = {
+    "split": "gru_cell",
+    "tile": "gru_cell",
+    "padded": "gru_cell",
+    "vector": "gru_cell_vector",
+    "outer": "gru_cell_outer",
+}
 
 
 def texts() -> Iterator[Text]:
@@ -62,6 +69,13 @@ def wrapper(winner: Winner, shown: Shown) -> str:
         unread = {}
     else:
         lines += contiguous_lines([*x, "h", *weights])
+        if variant.pads:
+            joined = multiplied(spec, variant).inputs
+            if joined != spec.inputs:
+                lines += padded_lines(x, "weight_ih", "x0", *joined)
+                x = ["x0"]
+            (columns,) = padded_widths((spec.hidden,), ITEM_SIZE[spec.dtype])
+            lines += padded_lines(["h"], "weight_hh", "h", columns)
         unread = {f"x{index}": "h" for index in range(len(x), MAX_SEGMENTS)}
         unread |= {} if bias else {"bias_ih": "weight_ih", "bias_hh": "weight_hh"}
     tiles = f"triton.cdiv(batch, {variant.block_batch}) * {ceil_div(spec.hidden, variant.block_hidden)}"

@@ -20,6 +20,11 @@ SMALL_OUTPUTS, SMALL_ROWS = (96, 768), (1, 24)
 UNALIGNED = (((150, 75), 45), ((150, 75), 450), ((601, 300), 45))
 UNALIGNED_ROWS = (5, 30, 180)
 UNALIGNED_LARGE, LARGE_ROWS = ((601, 300), 450), 5
+# More and wider ones in bfloat16, which form "padded" is for; in float32 they are PyTorch's operator's.
+PADDED = (
+    *itertools.product((((601, 300), 450), ((150, 75), 4500), ((601, 300), 4500)), (30, 180)),
+    *itertools.product((*UNALIGNED, UNALIGNED_LARGE, ((150, 75), 4500), ((601, 300), 4500)), (700,)),
+)
 
 
 def problems() -> Iterator[Problem]:
@@ -46,3 +51,6 @@ def problems() -> Iterator[Problem]:
         for short, spec in (("bf16", bf16), ("fp32", LinearCatSpec("float32", inputs, outputs, precision="ieee"))):
             name = f"linear_cat_unaligned_{short}_{rows}x{sum(inputs)}x{outputs}"
             yield Problem(name, "linear_cat", spec, LinearCatSize(rows))
+    for (inputs, outputs), rows in PADDED:
+        name = f"linear_cat_unaligned_bf16_{rows}x{sum(inputs)}x{outputs}"
+        yield Problem(name, "linear_cat", LinearCatSpec("bfloat16", inputs, outputs), LinearCatSize(rows))

@@ -9,7 +9,7 @@ import torch
 from tuned.families.launch import ceil_div
 from tuned.families.linear_cat.launches import LinearCatCall
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
-from tuned.families.linear_cat.variant import LinearCatVariant
+from tuned.families.linear_cat.variant import TILES, LinearCatVariant
 from tuned.families.products import ITEM_SIZE
 
 from ...problem import Problem
@@ -62,7 +62,7 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     item, columns, rows = ITEM_SIZE[spec.dtype], variant.block_columns, variant.block_rows
     count = ceil_div(size.batch, rows) * ceil_div(spec.outputs, columns)
     operands = (rows + columns) * spec.input_size * item
-    stages = variant.num_stages if variant.form == "tile" else 2  # variant.num_stages
+    stages = variant.num_stages if variant.form in TILES else 2
     moved = bytes_moved(spec, size)
     return (
         Work(

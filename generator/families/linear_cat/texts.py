@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from tuned.families.launch import ceil_div
 from tuned.families.linear_cat.launches import kernel_name
 from tuned.families.linear_cat.spec import LinearCatSpec
-from tuned.families.linear_cat.variant import LinearCatVariant
+from tuned.families.linear_cat.variant import LinearCatVariant, multiplied
 from tuned.families.products import MAX_SEGMENTS
 from tuned.lookup.record import Winner
 
-from ..text import Shown, Text, contiguous_lines, finished, head, refusal
+from ..text import Shown, Text, contiguous_lines, finished, head, padded_lines, refusal
 
 # Form -> its template.
 LINEAR_CAT_FORMS = {"tile": "linear_cat", "vector": "linear_cat", "outer": "linear_cat_outer"}
@@ -48,6 +48,9 @@ def wrapper(winner: Winner, shown: Shown) -> str:
         "    if not rows:\n        return out",
         *contiguous_lines([*x, *weights]),
     ]
+    if variant.pads:
+        lines += padded_lines(x, "weight", "x0", *multiplied(spec, variant).inputs)
+        x = ["x0"]
     unread = [*(f"x{index}" for index in range(len(x), MAX_SEGMENTS)), *([] if spec.bias else ["bias"])]
     tiles = f"triton.cdiv(rows, {variant.block_rows}) * {ceil_div(spec.outputs, variant.block_columns)}"
     return finished(lines, shown.text(tiles, {}, dict.fromkeys(unread, "weight")), "x0", pdl=variant.pdl)

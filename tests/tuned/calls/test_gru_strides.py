@@ -201,6 +201,7 @@ def test_pytorchs_own_of_padded_tensors_takes_every_tensor_with_any_strides(
 
 LINEAR_VARIANTS = {
     "tile": LinearCatVariant(),
+    "padded": LinearCatVariant("padded"),
     "vector": LinearCatVariant("vector", 4, 32, 128),
     "outer": LinearCatVariant("outer", 4, 8),
 }
@@ -231,13 +232,14 @@ def test_products_of_another_precision_than_the_librarys_take_any_input(
 
 # Steps ----------------------------------------------------------------------------------------------------------------
 
-FORMS = ("library", "tile", "split", "vector", "outer")
+FORMS = ("library", "tile", "padded", "split", "vector", "outer")
 
 
 def cell_variant(form: str) -> GruCellVariant:
     """A small variant of one form."""
     sizes: dict[str, dict[str, Any]] = {
         "tile": {"block_batch": 16, "block_hidden": 32, "block_k": 64},
+        "padded": {"block_batch": 16, "block_hidden": 32, "block_k": 64},
         "split": {"block_batch": 16, "block_hidden": 32, "block_k": 64},
         "vector": {"block_batch": 4, "block_hidden": 16, "block_k": 128},
         "outer": {"block_batch": 4, "block_hidden": 8},
@@ -251,7 +253,7 @@ def cell_variant(form: str) -> GruCellVariant:
     [
         (form, view)
         for form in FORMS
-        for view in (VIEWS if form in ("library", "tile") else ("transposed", "misaligned"))
+        for view in (VIEWS if form in ("library", "tile", "padded") else ("transposed", "misaligned"))
     ],
 )
 @pytest.mark.parametrize(("widths", "batch"), [((FEATURES,), 1), ((2, 4), 3)], ids=str)
@@ -281,7 +283,7 @@ def test_a_step_takes_every_tensor_with_any_strides(
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize(("form", "rows"), [("tile", 1), ("vector", 3), ("outer", 9)])
+@pytest.mark.parametrize(("form", "rows"), [("tile", 1), ("padded", 2), ("vector", 3), ("outer", 9)])
 def test_a_linear_over_segments_takes_every_tensor_with_any_strides(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, form: str, view: str, rows: int
 ) -> None:

@@ -9,17 +9,12 @@ import torch
 
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.wide import width_of
-from tuned.families.copying import MOST, Rows, copy_launch, filled, padded
-from tuned.launching.launcher import as_integers
-from tuned.launching.plan import direct_launch, launch_known, maker
+from tuned.families.copying import Rows, filled, padded
+from tuned.launching.copies import launches_of
+from tuned.launching.plan import maker
 
 NOWHERE = -1
 _GRU_MODE = 3  # CUDNN_GRU, as torch.backends.cudnn.rnn.get_cudnn_mode has it
-MOST_NUMBER = 2**31  # from here on a number has 64 bits, which needs another compiled kernel
-Fire = Callable[[tuple[int, ...]], None]  # the addresses of x and y of each copy, in this order
-
-
-_COMPILED: dict[Any, Any] = {}  # (device, dtype) -> the kernel
 
 
 class Padding(NamedTuple):
@@ -27,33 +22,6 @@ class Padding(NamedTuple):
 
     pad: Callable[[Any, Any, Sequence[Any]], tuple[Any, Any, Sequence[Any]]]
     cut: Callable[[Any, Any], tuple[Any, Any]]
-
-
-def launches_of(every: Sequence[Rows], like: torch.Tensor) -> Fire | None:
-    """A function that makes all copies of ``every``, with item size and device of ``like``; None if launches must be public."""
-    index = like.get_device()
-    # Compiled once for all calls: for addresses that are aligned to their elements only, and not specialised on numbers.
-    apart = as_integers(like.new_empty(2)[1:])
-    key = index, apart.dtype
-    compiled = _COMPILED.get(key) or launch_known(index, copy_launch([(apart, apart, filled(1, 1, 0))]))
-    if compiled is None:  # this thread listens, and the launch was noted
-        return None
-    _COMPILED[key] = compiled
-    parts = []
-    for begin in range(0, len(every), MOST):
-        some = every[begin : begin + MOST]
-        direct = direct_launch(copy_launch([(apart, apart, rows) for rows in some]), compiled, index)
-        if direct is None or any(number >= MOST_NUMBER for rows in some for number in rows):
-            return None
-        # A launch takes six copies. In the place of missing ones it gets the first one's addresses again, and copies nothing there.
-        parts.append((slice(2 * begin, 2 * (begin + len(some))), MOST - len(some), direct))
-
-    def fire(addresses: tuple[int, ...]) -> None:
-        for where, missing, (run, function, head, programs, rest, stream_of, _, _) in parts:
-            given = addresses[where]
-            run(programs, 1, 1, stream_of(index), function, *head, *given, *(given[:2] * missing), *rest)
-
-    return fire
 
 
 def padding_of(call: GruCall, *, flat: bool = False, places: bool = False) -> Padding | None:

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.lengths import MAX_LENGTHS, known_sizes, packed_tensors, sizes_of
-from tuned.calls.gru.padding import Padding, launches_of, padding_of
+from tuned.calls.gru.padding import Padding, padding_of
 from tuned.calls.gru.project import by_library, of_both, product_of, project
 from tuned.calls.products import precision_of, recurrent_precision
 from tuned.families.copying import Rows, filled, padded
@@ -27,6 +27,7 @@ from tuned.families.gru.spec import GruSpec
 from tuned.families.gru.variant import GruVariant, alone, steps_are_alike
 from tuned.families.launch import ceil_div
 from tuned.launching import alike, left, residents
+from tuned.launching.copies import launches_of
 from tuned.launching.launcher import as_integers
 from tuned.launching.plan import (
     ALIGNED_BYTES,

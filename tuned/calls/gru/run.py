@@ -18,7 +18,7 @@ import torch
 from tuned.calls.gru import eager
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.lengths import Lengths, lengths_of, steps_of
-from tuned.calls.gru.padding import Padding, launches_of, padding_of
+from tuned.calls.gru.padding import Padding, padding_of
 from tuned.calls.gru.plan import Launched, kept_shape, learn, learn_library, leave
 from tuned.calls.gru.project import by_library, of_both, project
 from tuned.calls.gru.wide import narrowed, silence, widened, widening_input_us, widening_us, wider_spec, width_of
@@ -41,6 +41,7 @@ from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.gru.variant import row_variant, steps_are_alike
 from tuned.families.products import DTYPES
 from tuned.launching import library, residents
+from tuned.launching.copies import launches_of
 from tuned.launching.launcher import run_steps
 from tuned.launching.plan import launch_known
 from tuned.launching.rehearsal import NotedError, listening

@@ -17,11 +17,13 @@ from torch.autograd import forward_ad
 
 from tuned.calls.products import MAX_ELEMENTS, name_of, precision_of, rows_of, used, weight_of
 from tuned.families.gru_cell import FAMILY as GRU_CELL
-from tuned.families.gru_cell.launches import GruCellCall
+from tuned.families.gru_cell.launches import GruCellCall, pads_sides
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.gru_cell.variant import spends
+from tuned.families.padded import pads_of
 from tuned.families.products import DTYPES, MAX_SEGMENTS, as_called, joined
 from tuned.launching import alike, left
+from tuned.launching.copies import padded_by
 from tuned.launching.launcher import run_publicly
 from tuned.launching.overwrite import bump_versions
 from tuned.launching.plan import (
@@ -242,7 +244,8 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
         return _by_torch(segments, given, inplace)
     call = prepared(segments, *given, inplace)
     public = functools.partial(_public, spec, variant)
-    make: Any = functools.partial(_library_plan if variant.form == "library" else _fused_plan, call, public)
+    plans = {"library": _library_plan, "padded": _padded_plan}
+    make: Any = functools.partial(plans.get(variant.form, _fused_plan), call, public)
     if not always:
         make, public = of_calls_alone(make, public)
     taken = (*call.segments, call.h, call.weight_ih, call.weight_hh, call.bias_ih, call.bias_hh)
@@ -311,6 +314,39 @@ def _fused_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
             return public(addresses, x, h, weight_ih, weight_hh, bias_ih, bias_hh)
         out = fresh()
         run(programs, 1, 1, stream_of(device), function, *head, *ordered(addresses), out.data_ptr(), *rest)
+        return out
+
+    return plan
+
+
+def _padded_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
+    device, fresh, at, biased = (
+        call.h.device.index,
+        maker(call.h.shape, call.h),
+        len(call.segments),
+        call.bias_ih is not None,
+    )
+    run, function, head, programs, rest, stream_of, enter, leave = direct
+    found = padded_by(pads_of(pads_sides(call)), call.h)
+    if found is None:
+        return public
+    pad, (of_x, of_h) = found
+    in_order = operator.itemgetter(*range(at), at + 1, at, at + 2)  # the segments, weight_ih, h, weight_hh
+
+    def plan(  # noqa: PLR0913
+        addresses: Any, x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any
+    ) -> Any:
+        if enter.calls or leave.calls:
+            return public(addresses, x, h, weight_ih, weight_hh, bias_ih, bias_hh)
+        out, memory = fresh(), pad(in_order(addresses))
+        base = memory.data_ptr()
+        segments, p_ih = (addresses[:at], addresses[at + 1]) if of_x is None else ((base + of_x[0],), base + of_x[1])
+        p_h, p_hh = (addresses[at], addresses[at + 2]) if of_h is None else (base + of_h[0], base + of_h[1])
+        biases = addresses[at + 3 : at + 5] if biased else (p_ih, p_hh)
+        run(
+            programs, 1, 1, stream_of(device), function, *head,
+            *segments, *(p_h,) * (MAX_SEGMENTS - len(segments)), p_h, p_ih, p_hh, *biases, out.data_ptr(), *rest,
+        )  # fmt: skip
         return out
 
     return plan

@@ -15,10 +15,12 @@ from torch.autograd import forward_ad
 
 from tuned.calls.products import MAX_ELEMENTS, name_of, precision_of, rows_of, used, weight_of
 from tuned.families.linear_cat import FAMILY as LINEAR_CAT
-from tuned.families.linear_cat.launches import LinearCatCall, launches
+from tuned.families.linear_cat.launches import LinearCatCall, launches, pads_sides
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.padded import pads_of
 from tuned.families.products import CALLED_ROWS, DTYPES, MAX_SEGMENTS, as_called, joined
 from tuned.launching import alike, left
+from tuned.launching.copies import padded_by
 from tuned.launching.launcher import run_publicly
 from tuned.launching.overwrite import apart
 from tuned.launching.plan import (
@@ -158,9 +160,10 @@ def run_linear_cat(inputs: Sequence[torch.Tensor], weight: torch.Tensor, bias: t
         return eager(inputs, weight, bias)
     call = prepared(inputs, weight, bias)
     public = functools.partial(_public, spec, variant)
-    make: Any = functools.partial(
-        _direct_plan, maker((*inputs[0].shape[:-1], spec.outputs), weight), spec, weight.device.index, public
-    )
+    made = maker((*inputs[0].shape[:-1], spec.outputs), weight)
+    make: Any = functools.partial(_direct_plan, made, spec, weight.device.index, public)
+    if variant.pads:
+        make = functools.partial(_padded_plan, made, call, public)
     if not always:
         make, public = of_calls_alone(make, public)
     taken = (*call.segments, call.weight, call.bias)
@@ -209,6 +212,33 @@ def _direct_plan(
         run(
             programs, 1, 1, stream_of(device), function, *head,
             *addresses[:segments], *(p_weight,) * missing, p_weight, addresses[-1], out.data_ptr(), *rest,
+        )  # fmt: skip
+        return out
+
+    return plan
+
+
+def _padded_plan(made: Callable[[], torch.Tensor], call: LinearCatCall, public: Any, direct: DirectLaunch) -> Any:
+    """A plan like ``_direct_plan``'s that first copies inputs and weight, with padded rows."""
+    run, function, head, programs, rest, stream_of, enter, leave = direct
+    device, biased = call.weight.device.index, call.bias is not None
+    found = padded_by(pads_of(pads_sides(call)), call.weight)
+    if found is None:
+        return public
+    pad, (places,) = found
+    assert places is not None
+    at_x, at_weight = places
+
+    def plan(addresses: Any, inputs: Any, weight: Any, bias: Any) -> Any:
+        if enter.calls or leave.calls:
+            return public(addresses, inputs, weight, bias)
+        out = made()
+        memory = pad(addresses)
+        base = memory.data_ptr()
+        p_weight = base + at_weight
+        run(
+            programs, 1, 1, stream_of(device), function, *head,
+            base + at_x, *(p_weight,) * MAX_SEGMENTS, addresses[-1] if biased else p_weight, out.data_ptr(), *rest,
         )  # fmt: skip
         return out
 

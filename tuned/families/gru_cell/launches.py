@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from tuned.families.copying import KERNEL as COPY
 from tuned.families.gru_cell.spec import GruCellSpec
-from tuned.families.gru_cell.variant import GruCellVariant, outer_tile, programs
+from tuned.families.gru_cell.variant import GruCellVariant, multiplied, outer_tile, programs
 from tuned.families.launch import Copy, Launch, Product, Step, check_rows
+from tuned.families.padded import Side, pads_of
 from tuned.families.products import MAX_SEGMENTS, Segments, alignment, lanes, widths_of
 
 
@@ -32,19 +34,21 @@ def gates_name(*, bias: bool, inplace: bool) -> str:
 
 
 def kernel_name(spec: GruCellSpec, variant: GruCellVariant) -> str:
-    """Module and function name of a variant's only kernel."""
+    """Module and function name of the kernel that has the gates."""
     library = variant.form == "library"
     return gates_name(bias=spec.bias, inplace=spec.inplace) if library else f"gru_cell_{variant.form}"
 
 
 def kernel_names(spec: GruCellSpec, variant: GruCellVariant) -> tuple[str, ...]:
     """Every kernel that the variant launches, in order."""
-    return (kernel_name(spec, variant),)
+    return (*((COPY,) if variant.pads else ()), kernel_name(spec, variant))
 
 
 def launches(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> tuple[Step, ...]:
     """All steps of the call, in order: launches, GEMMs and copies."""
-    return _library(spec, variant, call) if variant.form == "library" else (fused_launch(spec, variant, call),)
+    if variant.form == "library":
+        return _library(spec, variant, call)
+    return _padded(spec, variant, call) if variant.pads else (fused_launch(spec, variant, call),)
 
 
 def fused_launch(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> Launch:
@@ -81,6 +85,21 @@ def fused_launch(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) 
         constants=_constants(spec, variant, alignment(spec.dtype, *x, call.h, call.weight_ih, call.weight_hh)),
         options=_options(variant),
     )
+
+
+def pads_sides(call: GruCellCall) -> tuple[Side, ...]:
+    """What form "padded" copies: x and h, and the weight that each is multiplied by."""
+    return (call.segments, call.weight_ih), ((call.h,), call.weight_hh)
+
+
+def _padded(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> tuple[Step, ...]:
+    """The copies of inputs and weights whose rows are not aligned, and the whole step in one kernel."""
+    sides = pads_sides(call)
+    pads = pads_of(sides)
+    memory = call.h.new_empty(pads.elements)
+    (x, weight_ih), ((h,), weight_hh) = pads.padded(memory, sides)
+    joined = GruCellCall.of(x, h, weight_ih, weight_hh, call.out, call.bias_ih, call.bias_hh)
+    return *pads.launches(memory, sides), fused_launch(multiplied(spec, variant), variant, joined)
 
 
 def _constants(spec: GruCellSpec, variant: GruCellVariant, align: int) -> dict[str, Any]:

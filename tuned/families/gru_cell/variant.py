@@ -6,11 +6,12 @@ import dataclasses
 import math
 from typing import Any
 
-from tuned.families import products
+from tuned.families import padded, products
 from tuned.families.architecture import LEAST_SHARED, PDL_CAPABILITY, shared_limit
 from tuned.families.choices import one_of
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.launch import ceil_div, next_power_of_2
+from tuned.families.padded import padded_widths
 from tuned.families.products import (
     ITEM_SIZE,
     MAX_VECTOR_BLOCKS,
@@ -42,6 +43,8 @@ DEVICE_PRODUCTS, FAST_PRODUCTS = 2**29, 2**33
 # In float32's own precision: the lead that a row must have, for calls of more than SINGLE_LEAST of its products. With 1.05, 5 of 9
 # random steps took up to 1.05 of PyTorch's time in a graph. With less than two thirds of the products, kernels led by 1.48 to 6.8.
 SINGLE_LEAD, SINGLE_LEAST = 1.33, 2 / 3
+TILES, TENSOR_CORES = ("tile", "padded"), ("split", "tile", "padded")  # forms
+SINGLE_ROWS = 256  # with more, form "padded" takes the place of form "tile" if rows are not aligned
 GATES_PER_THREAD = 8  # elements, eight float32 values each: two 16-byte loads of each tensor
 
 
@@ -52,10 +55,10 @@ class GruCellVariant:
     Text (chooses what Jinja writes): ``form``. Numbers (constexpr and launch options): the rest.
     """
 
-    # "split": one kernel, tensor cores, K split over the warps; "tile": the same without a split; "vector": one kernel
-    # without tensor cores; "outer": the same, a thread's rows times its units; "library": two GEMMs of the library, and a
-    # kernel for the gates.
-    form: str = one_of("split", "tile", "vector", "outer", "library", default="split")
+    # "split": one kernel, tensor cores, K split over the warps; "tile": the same without a split; "padded": the same as
+    # "tile", after a copy of inputs and weights with padded rows; "vector": one kernel without tensor cores; "outer": the
+    # same, a thread's rows times its units; "library": two GEMMs of the library, and a kernel for the gates.
+    form: str = one_of("split", "tile", "padded", "vector", "outer", "library", default="split")
     block_batch: int = one_of(1, 2, 4, 8, 16, 32, 64, 128, default=16)
     block_hidden: int = one_of(2, 4, 8, 16, 32, 64, 128, 256, default=8)
     block_k: int = one_of(64, 128, 256, 512, 1024, 2048, default=256)
@@ -76,11 +79,22 @@ class GruCellVariant:
         return self.form == "split"
 
     @property
+    def pads(self) -> bool:
+        """Inputs and weights are copied first, with padded rows."""
+        return self.form == "padded"
+
+    @property
+    def state_columns(self) -> str:
+        """In the text of a kernel, the columns of h and of weight_hh: with the padding, which is 0, if rows are padded."""
+        return "-(-HIDDEN // ALIGN) * ALIGN" if self.pads else "HIDDEN"
+
+    @property
     def summary(self) -> str:
         """One sentence for the header of the generated module."""
         how = {
             "split": "on tensor cores, K split over the warps",
             "tile": "on tensor cores, all of K in every warp",
+            "padded": "on tensor cores, all of K in every warp, of rows that are padded to 16 bytes",
             "vector": "for a few rows, without tensor cores",
             "outer": "without tensor cores",
         }
@@ -90,7 +104,7 @@ class GruCellVariant:
     def simplicity(self) -> tuple[int, ...]:
         """Sort key: within the noise the smaller one wins, so that two runs agree."""
         return (
-            ("vector", "outer", "split", "tile", "library").index(self.form),
+            ("vector", "outer", "split", "tile", "padded", "library").index(self.form),
             int(self.pdl),
             ("two", "joint", "one").index(self.schedule),
             int(self.stacked),
@@ -104,7 +118,8 @@ class GruCellVariant:
 
 def blocks_of_k(spec: GruCellSpec, variant: GruCellVariant) -> tuple[int, int]:
     """(blocks of K over x, each segment padded to whole blocks; blocks of K over h)."""
-    return sum(ceil_div(w, variant.block_k) for w in spec.inputs), ceil_div(spec.hidden, variant.block_k)
+    inputs = multiplied(spec, variant).inputs
+    return sum(ceil_div(w, variant.block_k) for w in inputs), ceil_div(spec.hidden, variant.block_k)
 
 
 def outer_tile(spec: GruCellSpec, variant: GruCellVariant) -> OuterTile:
@@ -148,7 +163,12 @@ def rejection(  # noqa: PLR0911 - one return per rule
     its lanes empty or was never near the best.
     """
     del multiprocessors  # programs of a step do not wait for each other
-    own = {"library": _library_rejection, "vector": _vector_rejection, "outer": _outer_rejection}
+    own = {
+        "library": _library_rejection,
+        "vector": _vector_rejection,
+        "outer": _outer_rejection,
+        "padded": _padded_rejection,
+    }
     rules = own.get(variant.form, _tensor_core_rejection)
     if reason := rules(spec, size, variant):
         return reason
@@ -163,9 +183,9 @@ def rejection(  # noqa: PLR0911 - one return per rule
         return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
     kept = variant.num_stages - _in_registers(variant, capability)
     needed, limit = kept * stage_bytes(spec, variant), shared_limit(capability)
-    if variant.form in ("split", "tile") and capability == 0 and variant.block_hidden < AMD_COLUMNS:
+    if variant.form in TENSOR_CORES and capability == 0 and variant.block_hidden < AMD_COLUMNS:
         return f"block_hidden={variant.block_hidden} is less than the {AMD_COLUMNS} columns of AMD's matrix cores"
-    if variant.form in ("split", "tile") and needed > limit:
+    if variant.form in TENSOR_CORES and needed > limit:
         return f"{needed} bytes of shared memory are more than the {limit} of this architecture: fewer stages are tried"
     return None
 
@@ -231,6 +251,27 @@ def _outer_rejection(spec: GruCellSpec, size: GruCellSize | None, variant: GruCe
     return outer_tile(spec, variant).rejection(spec, size, ceil_div(spec.hidden, variant.block_hidden))
 
 
+def multiplied(spec: GruCellSpec, variant: GruCellVariant) -> GruCellSpec:
+    """The spec with the inputs as the kernel multiplies them: form "padded" has joined them."""
+    if not variant.pads:
+        return spec
+    return dataclasses.replace(spec, inputs=padded_widths(spec.inputs, ITEM_SIZE[spec.dtype]))
+
+
+def _padded_rejection(spec: GruCellSpec, size: GruCellSize | None, variant: GruCellVariant) -> str | None:
+    sides, rows = (
+        [(widths, 3 * spec.hidden) for widths in (spec.inputs, (spec.hidden,))],
+        None if size is None else size.batch,
+    )
+    reason = padded.rejection(ITEM_SIZE[spec.dtype], sides, rows)
+    return reason or _tensor_core_rejection(multiplied(spec, variant), size, variant)
+
+
+def _element_by_element(spec: GruCellSpec) -> bool:
+    """Whether tensor cores wait for loads: those of 16-bit rows that are not aligned, which cannot be asynchronous."""
+    return ITEM_SIZE[spec.dtype] == padded.SERVED and slow_loads(spec)
+
+
 def _tensor_core_rejection(  # noqa: PLR0911, PLR0912 - one return per rule
     spec: GruCellSpec, size: GruCellSize | None, variant: GruCellVariant
 ) -> str | None:
@@ -239,6 +280,8 @@ def _tensor_core_rejection(  # noqa: PLR0911, PLR0912 - one return per rule
         return f"a tile of {rows} rows and {units} units is not tried on tensor cores: 16 rows at least, 8 to 64 units"
     if reason := _empty_rows(size, variant, 16):
         return reason
+    if variant.form == "tile" and _element_by_element(spec) and size is not None and size.batch > SINGLE_ROWS:
+        return f"form='padded' copies once what form='tile' would load an element at a time for every {rows} of {size.batch} rows"
     if size is not None and size.batch <= SLIM_ROWS and slow_loads(spec):
         return (
             f"{size.batch} rows that are loaded an element at a time took tensor cores twice as long as form='vector'"
@@ -260,7 +303,9 @@ def _tensor_core_rejection(  # noqa: PLR0911, PLR0912 - one return per rule
         if reason := _unused(variant, "stacked", "order"):
             return reason
     elif variant.k_parts != 1 or rows < 64 or variant.num_warps != rows // 16:  # noqa: PLR2004
-        return "form='tile' takes 64 or 128 rows, 4 warps for each 64, which share an instruction, and no parts"
+        return (
+            f"form={variant.form!r} takes 64 or 128 rows, 4 warps for each 64, which share an instruction, and no parts"
+        )
     if spec.precision == "ieee" and rows * units * variant.block_k > MAX_IEEE:
         return f"a tile of {rows} x {units} x {variant.block_k} is too much without tensor cores, which IEEE products have not"
     blocks = turns(spec, variant)
@@ -391,22 +436,22 @@ def adapt(variant: GruCellVariant, _spec: GruCellSpec, _to: GruCellSpec) -> GruC
 
 def fit(variant: GruCellVariant, spec: GruCellSpec, capability: int) -> GruCellVariant:
     """The variant for another architecture: without what only newer ones have, or what Triton compiles for Hopper alone."""
-    if capability == 0 and variant.form in ("split", "tile") and variant.block_hidden < AMD_COLUMNS:
+    if capability == 0 and variant.form in TENSOR_CORES and variant.block_hidden < AMD_COLUMNS:
         # The same bytes in flight, in iterations of twice the bytes.
         variant = dataclasses.replace(variant, block_hidden=AMD_COLUMNS, num_stages=max(2, variant.num_stages // 2))
     if capability < PDL_CAPABILITY:
         variant = dataclasses.replace(variant, pdl=False)
-        if variant.form == "tile":  # without warpgroups all accumulators are in a warp's registers: larger tiles spill
+        if variant.form in TILES:  # without warpgroups all accumulators are in a warp's registers: larger tiles spill
             units = min(variant.block_hidden, max(8, MAX_SUMS // variant.block_batch))
             variant = dataclasses.replace(variant, block_hidden=units)
-    if variant.form == "tile" and capability > PDL_CAPABILITY:
+    if variant.form in TILES and capability > PDL_CAPABILITY:
         # Blackwell's tensor memory: Triton 3.7 cannot compile accumulators that a loop sets aside, and takes more shared memory.
         variant = dataclasses.replace(variant, schedule="two")
         if variant.num_stages > (
             most := max(2, turns(spec, variant))
         ):  # two loops are shorter than the one that they replace
             variant = dataclasses.replace(variant, num_stages=min(most, 4))
-    if variant.form not in ("split", "tile"):
+    if variant.form not in TENSOR_CORES:
         return variant
     limit, kept = shared_limit(capability), 2 - _in_registers(variant, capability)
     if kept * stage_bytes(spec, variant) > limit and variant.schedule == "joint":

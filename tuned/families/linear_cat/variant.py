@@ -7,11 +7,12 @@ import itertools
 import math
 from typing import Any
 
-from tuned.families import products
+from tuned.families import padded, products
 from tuned.families.architecture import LEAST_SHARED, PDL_CAPABILITY, shared_limit
 from tuned.families.choices import one_of
 from tuned.families.launch import ceil_div, next_power_of_2
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.padded import padded_widths
 from tuned.families.products import (
     ITEM_SIZE,
     MAX_VECTOR_BLOCKS,
@@ -34,6 +35,9 @@ MOST_RESULTS = 10_500
 # Up to VECTOR_ROWS rows: a row of so many octaves fewer rows says nothing of a call that reads so many bytes of weights, once for
 # each row. 7 rows of 1,000 features to 5,430 took 13.6 us by the winner of one row, which has one a program, and PyTorch's operators 11.4.
 OTHER_ROWS, READ_BYTES = 2.0, 32e6
+TILES = "tile", "padded"  # forms
+MOST_STAGES = 4  # of form "padded"
+SINGLE_RESULTS = 2**17  # with more, form "padded" takes the place of form "tile" if rows are not aligned
 MIN_IN_FLIGHT = 48 * 1024  # bytes of a program's loads; with fewer the memory is not kept busy
 
 
@@ -44,8 +48,8 @@ class LinearCatVariant:
     Text (chooses what Jinja writes): ``form``. Numbers (constexpr and launch options): the rest.
     """
 
-    # "tile": tensor cores; "vector": without, for a few rows; "outer": without, a thread's rows times its columns.
-    form: str = one_of("tile", "vector", "outer", default="tile")
+    # "tile": tensor cores; "padded": the same, after a copy of inputs and weight with padded rows; "vector": without, for a few rows; "outer": without, a thread's rows times its columns.
+    form: str = one_of("tile", "padded", "vector", "outer", default="tile")
     block_rows: int = one_of(1, 2, 4, 8, 16, 32, 64, 128, default=16)
     block_columns: int = one_of(4, 8, 16, 32, 64, 128, default=32)
     block_k: int = one_of(32, 64, 128, 256, 512, 1024, default=128)
@@ -62,6 +66,11 @@ class LinearCatVariant:
         return self.form == "vector"
 
     @property
+    def pads(self) -> bool:
+        """Inputs and weight are copied first, with padded rows."""
+        return self.form == "padded"
+
+    @property
     def is_outer(self) -> bool:
         """Whether a thread multiplies each of its rows by each of its columns, without tensor cores."""
         return self.form == "outer"
@@ -71,6 +80,7 @@ class LinearCatVariant:
         """One sentence for the header of the generated module."""
         how = {
             "tile": "on tensor cores",
+            "padded": "on tensor cores",  # the kernel of form "tile"
             "vector": "for a few rows, without tensor cores",
             "outer": "without tensor cores",
         }
@@ -80,7 +90,7 @@ class LinearCatVariant:
     def simplicity(self) -> tuple[int, ...]:
         """Sort key: within the noise the smaller one wins, so that two runs agree."""
         return (
-            ("vector", "outer", "tile").index(self.form),
+            ("vector", "outer", "tile", "padded").index(self.form),
             int(self.pdl),
             ("columns", "rows").index(self.order),
             self.num_warps,
@@ -108,7 +118,7 @@ def outer_tile(spec: LinearCatSpec, variant: LinearCatVariant) -> OuterTile:
 
 def blocks_of_k(spec: LinearCatSpec, variant: LinearCatVariant) -> int:
     """Blocks of K, each segment padded to whole ones."""
-    return sum(ceil_div(width, variant.block_k) for width in spec.inputs)
+    return sum(ceil_div(width, variant.block_k) for width in multiplied(spec, variant).inputs)
 
 
 def rejection(
@@ -124,7 +134,12 @@ def rejection(
     its lanes empty or keeps too little in flight.
     """
     del multiprocessors  # programs do not wait for each other
-    rules = {"tile": _tile_rejection, "vector": _vector_rejection, "outer": _outer_rejection}
+    rules = {
+        "tile": _tile_rejection,
+        "padded": _padded_rejection,
+        "vector": _vector_rejection,
+        "outer": _outer_rejection,
+    }
     if reason := rules[variant.form](spec, size, variant):
         return reason
     if variant.block_columns >= 2 * next_power_of_2(max(spec.outputs, 16)):
@@ -134,7 +149,7 @@ def rejection(
     if variant.pdl and capability < PDL_CAPABILITY:
         return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
     needed, limit = variant.num_stages * stage_bytes(spec, variant), shared_limit(capability)
-    if variant.form == "tile" and needed > limit:
+    if variant.form in TILES and needed > limit:
         return f"{needed} bytes of shared memory are more than the {limit} of this architecture: fewer stages are tried"
     return None
 
@@ -175,7 +190,27 @@ def _outer_rejection(spec: LinearCatSpec, size: LinearCatSize | None, variant: L
     return outer_tile(spec, variant).rejection(spec, size, ceil_div(spec.outputs, variant.block_columns))
 
 
-def _tile_rejection(  # noqa: PLR0911 - one return per rule
+def multiplied(spec: LinearCatSpec, variant: LinearCatVariant) -> LinearCatSpec:
+    """The spec with the inputs as the kernel multiplies them: form "padded" has joined them."""
+    if not variant.pads:
+        return spec
+    return dataclasses.replace(spec, inputs=padded_widths(spec.inputs, ITEM_SIZE[spec.dtype]))
+
+
+def _no_padding(spec: LinearCatSpec, rows: int | None) -> str | None:
+    return padded.rejection(ITEM_SIZE[spec.dtype], [(spec.inputs, spec.outputs)], rows)
+
+
+def _padded_rejection(spec: LinearCatSpec, size: LinearCatSize | None, variant: LinearCatVariant) -> str | None:
+    rows = None if size is None else size.batch
+    if reason := _no_padding(spec, rows):
+        return reason
+    if variant.num_stages > MOST_STAGES:
+        return f"{variant.num_stages} stages are not tried with form='padded': its operands come from the L2"
+    return _tile_rejection(multiplied(spec, variant), size, variant)
+
+
+def _tile_rejection(  # noqa: PLR0911, PLR0912 - one return per rule
     spec: LinearCatSpec, size: LinearCatSize | None, variant: LinearCatVariant
 ) -> str | None:
     rows, columns = variant.block_rows, variant.block_columns
@@ -185,9 +220,17 @@ def _tile_rejection(  # noqa: PLR0911 - one return per rule
         return f"block_rows={rows} would leave more than half of its rows empty with {size.batch}"
     if size is not None and rows < 64 and size.batch >= 2 * rows:  # noqa: PLR2004
         return f"block_rows={rows} reads the weight several times for {size.batch} rows: larger tiles are tried"
+    single = variant.form == "tile" and ITEM_SIZE[spec.dtype] == padded.SERVED and slow_loads(spec)
+    if (
+        single
+        and size is not None
+        and size.batch * spec.outputs > SINGLE_RESULTS
+        and _no_padding(spec, size.batch) is None
+    ):
+        return f"form='padded' copies once what form='tile' would load an element at a time for {size.batch * spec.outputs} results"
     row_bytes = variant.block_k * ITEM_SIZE[spec.dtype]
     # Rows that are loaded an element at a time are late: more of K at once, and more warps that load, make up for some of it.
-    most_bytes, least = (1024, 32) if ITEM_SIZE[spec.dtype] == 2 and slow_loads(spec) else (256, 128)  # noqa: PLR2004
+    most_bytes, least = (1024, 32) if single else (256, 128)
     if not 128 <= row_bytes <= most_bytes:  # noqa: PLR2004
         return f"{row_bytes} bytes of a row for each turn: 128 to {most_bytes} are tried"
     if rows * columns > 4096 * variant.num_warps // 2 or rows * columns < least * variant.num_warps:
@@ -222,8 +265,8 @@ def default_variant(spec: LinearCatSpec, size: LinearCatSize | None = None) -> L
         ),  # of 8 columns a long K spills, and was slower in 5 of 6 rows
         *((LinearCatVariant("outer", 8, 8),) if spec.precision == "ieee" else ()),
         *(
-            LinearCatVariant("tile", min(max(rows, 16), 64), columns, k, stages, warps)
-            for columns, stages, warps in itertools.product((128, 64, 32, 16), (4, 5, 6, 3, 2), (4, 2))
+            LinearCatVariant(form, min(max(rows, 16), 64), columns, k, stages, warps)
+            for form, columns, stages, warps in itertools.product(TILES, (128, 64, 32, 16), (4, 5, 6, 3, 2), (4, 2))
         ),
     )
     for variant in tried:
@@ -283,7 +326,7 @@ def adapt(variant: LinearCatVariant, _spec: LinearCatSpec, _to: LinearCatSpec) -
 
 def fit(variant: LinearCatVariant, spec: LinearCatSpec, capability: int) -> LinearCatVariant:
     """The variant for another architecture: without what only newer ones have, and with no more stages than fit."""
-    if variant.form == "tile":
+    if variant.form in TILES:
         while (
             2 * stage_bytes(spec, variant) > shared_limit(capability) and variant.block_k > 128 // ITEM_SIZE[spec.dtype]
         ):
