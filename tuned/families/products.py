@@ -74,6 +74,11 @@ def _aligned(spec: Any) -> int:
     return math.gcd(ALIGNED_BYTES // ITEM_SIZE[spec.dtype], *spec.widths)
 
 
+def _joined(spec: Any) -> int:
+    """The largest power of two that divides the longest rows of PyTorch's operator, in elements and at most 16 bytes."""
+    return math.gcd(ALIGNED_BYTES // ITEM_SIZE[spec.dtype], max(spec.joined))
+
+
 def _slim(spec: Any, size: Rows) -> bool:
     return size.batch <= SLIM_ROWS or max(spec.widths) <= SLIM_WIDTH
 
@@ -94,9 +99,9 @@ def grows(row: Any, spec: Any, size: Rows, work: Callable[[Any, int, Any], float
     """How many times its time at a row of ``single_elements`` a kernel takes at a call, while PyTorch's operator takes as long.
 
     ``work`` is that of a multiprocessor: such a row's lead says nothing of more. In 16 bits PyTorch's operator takes down to half as
-    long where all rows are multiples of 4 bytes.
+    long where the longest rows that it multiplies, of inputs side by side, are multiples of 4 bytes.
     """
-    wider = ITEM_SIZE[spec.dtype] == 2 and slow_loads(row.spec) and _aligned(spec) > _aligned(row.spec)  # noqa: PLR2004
+    wider = ITEM_SIZE[spec.dtype] == 2 and slow_loads(row.spec) and _joined(spec) > _joined(row.spec)  # noqa: PLR2004
     more = work(spec, size.batch, row.variant) / work(row.spec, row.size.batch, row.variant)
     return (max(1.0, more) if single_elements(row) else 1.0) * (2.0 if wider else 1.0)
 

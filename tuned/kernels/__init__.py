@@ -6,7 +6,7 @@ DIGESTS: kernel -> digest of its text here. A row with another digest was measur
 """
 
 DIGESTS = {
-    "copy_rows": "0c661c2e5763",
+    "copy_rows": "d04da8763b4b",
     "gru_cell_outer": "2e2e8a5e91d3",
     "gru_cell_padded": "fb0c58d28893",
     "gru_cell_split": "be9f625de0bf",

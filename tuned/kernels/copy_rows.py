@@ -38,11 +38,18 @@ def _copy(
     if (program >= 0) & (program < programs):
         i_row = (program // across) * ROWS + tl.arange(0, ROWS)
         i_column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
-        i_held, i_given = i_row % group, i_column % width
+        # A thread divides for each of its rows, which takes longer than to copy them: most copies have one group and one part.
+        i_group, i_held, i_part, i_given = tl.zeros_like(i_row), i_row, tl.zeros_like(i_column), i_column
+        if rows > group:
+            i_group = i_row // group
+            i_held = i_row - i_group * group
+        if columns > width:
+            i_part = i_column // width
+            i_given = i_column - i_part * width
         m_y = (i_row < rows)[:, None] & (i_column < columns)[None, :]
         m_x = m_y & (i_held < held)[:, None] & (i_given < given)[None, :]
-        p_row = (i_row // group).to(tl.int64) * x_group + tl.minimum(i_held, last).to(tl.int64) * x_row
-        b_x = tl.load(x + (p_row[:, None] + ((i_column // width) * given + i_given)[None, :]), mask=m_x, other=0)
+        p_row = i_group.to(tl.int64) * x_group + tl.minimum(i_held, last).to(tl.int64) * x_row
+        b_x = tl.load(x + (p_row[:, None] + (i_part * given + i_given)[None, :]), mask=m_x, other=0)
         b_y = tl.where(m_x, b_x, bits.to(b_x.dtype))
         tl.store(y + (i_row.to(tl.int64) * y_row)[:, None] + i_column[None, :], b_y, mask=m_y)
     return programs

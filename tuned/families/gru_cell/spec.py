@@ -35,6 +35,11 @@ class GruCellSpec:
         return (*self.inputs, self.hidden)
 
     @property
+    def joined(self) -> tuple[int, ...]:
+        """The same for PyTorch's operator, for which the segments are concatenated."""
+        return self.input_size, self.hidden
+
+    @property
     def weights(self) -> int:
         """Elements of the weights of one gate."""
         return self.hidden * sum(self.widths)

@@ -34,6 +34,11 @@ class LinearCatSpec:
         return (*self.inputs, self.input_size)
 
     @property
+    def joined(self) -> tuple[int, ...]:
+        """The same for PyTorch's operator, for which the segments are concatenated."""
+        return (self.input_size,)
+
+    @property
     def weights(self) -> int:
         """Elements of the weight."""
         return self.input_size * self.outputs
