@@ -165,6 +165,7 @@ def axes_of(form: str) -> dict[str, tuple[Any, ...]]:
         "vector": ("block_k", "num_warps"),
         "outer": ("num_warps",),
         "library": ("num_warps",),
+        "padded_library": ("num_warps",),
     }
     ranges = {
         "split": (16, 64, 8, 64),
@@ -173,7 +174,7 @@ def axes_of(form: str) -> dict[str, tuple[Any, ...]]:
         "vector": (1, 8, 2, 16),
         "outer": (1, 16, 2, 16),
     }
-    ranges["library"] = (1, 8, 64, 256)
+    ranges["library"] = ranges["padded_library"] = (1, 8, 64, 256)
     rows_from, rows_to, units_from, units_to = ranges[form]
     rows = tuple(n for n in declared["block_batch"] if rows_from <= n <= rows_to)
     units = tuple(n for n in declared["block_hidden"] if units_from <= n <= units_to)

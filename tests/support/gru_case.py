@@ -13,12 +13,13 @@ from generator.measuring.mended import mended_interpreter
 from tests.support import oracle
 from tests.support.rope_case import assert_close
 from tests.support.run import DEVICE, INTERPRETED, addresses, among, run, to_numpy, truncates, watched
+from tuned.families.copying import MOST
 from tuned.families.gru_cell.launches import GruCellCall, launches
 from tuned.families.launch import Launch
 from tuned.launching.launcher import run_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from tests.support.run import Traffic
     from tuned.families.gru_cell.spec import GruCellSpec
@@ -109,7 +110,7 @@ def assert_right(case: GruCase, variant: GruCellVariant) -> torch.Tensor:
     """Run a case and check it against the oracle; returns h'."""
     call, bases = build(case)
     before = {name: base.clone() for name, base in bases.items()}
-    library = variant.form == "library"
+    library = variant.by_library
     want = wanted(case.spec, call, stored=library)
     steps = launches(case.spec, variant, call)
     if INTERPRETED and case.spec.hidden > WATCHED:
@@ -118,16 +119,9 @@ def assert_right(case: GruCase, variant: GruCellVariant) -> torch.Tensor:
     elif INTERPRETED:
         with watched() as traffic, mended_interpreter():
             run_steps(steps)
-        launch = [step for step in steps if isinstance(step, Launch)][-1]
-        gates, copies = launch.arguments[:2] if library else (), ()
-        if variant.pads:
-            x, h, weights = launch.arguments[0], launch.arguments[4], launch.arguments[5:7]
-            copies = tuple(
-                t
-                for t in (x, h, *weights)
-                if all(t is not given for given in (call.x0, call.h, call.weight_ih, call.weight_hh))
-            )
-        assert_traffic_right(case, call, gates, traffic, copies)
+        *copying, launch = (step for step in steps if isinstance(step, Launch))
+        gates = launch.arguments[:2] if library else ()
+        assert_traffic_right(case, call, gates, traffic, copying)
     else:
         run_steps(steps)
     assert_close(to_numpy(call.out), *want)
@@ -140,15 +134,17 @@ def assert_right(case: GruCase, variant: GruCellVariant) -> torch.Tensor:
 
 
 def assert_traffic_right(
-    case: GruCase, call: GruCellCall, gates: tuple[Any, ...], traffic: Traffic, copies: tuple[Any, ...] = ()
+    case: GruCase, call: GruCellCall, gates: tuple[Any, ...], traffic: Traffic, copying: Sequence[Launch] = ()
 ) -> None:
     """No address outside the tensors, each element of h' and of copies written once, every operand read, and no race in place."""
     loaded, stored = traffic.loaded(), traffic.stored()
     out, h = addresses(call.out).ravel(), addresses(call.h).ravel()
+    sources = [t for copy in copying for t in copy.arguments[: 2 * MOST : 2]]
+    copies = [copying[0].arguments[1]] if copying else []  # the first copy's memory is that of all
     written = np.concatenate([out, *(addresses(t).ravel() for t in copies)])
     assert np.array_equal(np.sort(stored[:, 0]), np.sort(written)), "not every element of h' is written once"
-    weights = gates or (*call.segments, call.weight_ih, call.weight_hh)
-    tensors = (*weights, *copies, call.h, call.bias_ih, call.bias_hh)
+    weights = (*gates, *sources) if gates else (*call.segments, call.weight_ih, call.weight_hh, *copies)
+    tensors = (*weights, call.h, call.bias_ih, call.bias_hh)
     allowed = np.concatenate([addresses(t).ravel() for t in tensors if t is not None])
     assert among(loaded[:, 0], allowed).all(), "a load outside every tensor of the call"
     for tensor in weights:

@@ -18,4 +18,14 @@ OUTER = GruCellVariant("outer", 4, 8)
 
 LIBRARY = GruCellVariant("library", 2, 64, num_warps=2)
 
-FORMS = {"split": SPLIT, "tile": TILE, "padded": PADDED, "vector": VECTOR, "outer": OUTER, "library": LIBRARY}
+PADDED_LIBRARY = dataclasses.replace(LIBRARY, form="padded_library")
+
+FORMS = {
+    "split": SPLIT,
+    "tile": TILE,
+    "padded": PADDED,
+    "vector": VECTOR,
+    "outer": OUTER,
+    "library": LIBRARY,
+    "padded_library": PADDED_LIBRARY,
+}

@@ -92,7 +92,7 @@ def fewer_rows(row: Any, spec: Any, size: Rows) -> bool:
 
 def single_elements(row: Any) -> bool:
     """Whether a row's kernel loads or multiplies an element at a time, so that its time grows with its work."""
-    return row.variant.form == "outer" or (slow_loads(row.spec) and row.variant.form != "padded")
+    return row.variant.form == "outer" or (slow_loads(row.spec) and not row.variant.pads)
 
 
 def grows(row: Any, spec: Any, size: Rows, work: Callable[[Any, int, Any], float]) -> float:

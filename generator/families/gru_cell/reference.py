@@ -92,7 +92,7 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     item, units, rows = ITEM_SIZE[spec.dtype], variant.block_hidden, variant.block_batch
     count = ceil_div(size.batch, rows) * ceil_div(spec.hidden, units)
     width = spec.input_size + spec.hidden
-    library = variant.form == "library"
+    library = variant.by_library
     # The library's tiles are not known. Its products write six rows of the hidden size in addition, and its gates read them.
     operands = (rows + 3 * units) * width * item if not library else 0
     gates = 12 * size.batch * spec.hidden * item if library else 0

@@ -63,19 +63,26 @@ def wrapper(winner: Winner, shown: Shown) -> str:
         "    out = h" if spec.inplace else "    out = torch.empty_like(h, memory_format=torch.contiguous_format)",
         "    if not h.numel():\n        return out",
     ]
-    if variant.form == "library":
+    given, padding, state = x, list[str](), "h"
+    if variant.pads:
+        joined = multiplied(spec, variant).inputs
+        (columns,) = padded_widths((spec.hidden,), ITEM_SIZE[spec.dtype])
+        if joined != spec.inputs:
+            padding, x = padded_lines(x, "weight_ih", "x0", *joined), ["x0"]
+        state = "state" if variant.by_library else "h"
+        padding += padded_lines(["h"], "weight_hh", state, columns)
+    if variant.by_library:
+        lines += padding
         whole = x[0] if len(x) == 1 else f"torch.cat(({', '.join(x)}), -1)"
-        lines += [*contiguous_lines(bias), f"    gates_x = {whole} @ weight_ih.T", "    gates_h = h @ weight_hh.T"]
+        lines += [
+            *contiguous_lines(bias),
+            f"    gates_x = {whole} @ weight_ih.T",
+            f"    gates_h = {state} @ weight_hh.T",
+        ]
         unread = {}
     else:
-        lines += contiguous_lines([*x, "h", *weights])
-        if variant.pads:
-            joined = multiplied(spec, variant).inputs
-            if joined != spec.inputs:
-                lines += padded_lines(x, "weight_ih", "x0", *joined)
-                x = ["x0"]
-            (columns,) = padded_widths((spec.hidden,), ITEM_SIZE[spec.dtype])
-            lines += padded_lines(["h"], "weight_hh", "h", columns)
+        lines += contiguous_lines([*given, "h", *weights])
+        lines += padding
         unread = {f"x{index}": "h" for index in range(len(x), MAX_SEGMENTS)}
         unread |= {} if bias else {"bias_ih": "weight_ih", "bias_hh": "weight_hh"}
     tiles = f"triton.cdiv(batch, {variant.block_batch}) * {ceil_div(spec.hidden, variant.block_hidden)}"

@@ -61,6 +61,11 @@ CASES = {
         GruCellSize(17),
         GruCellVariant("padded", 64, 16, 64, k_parts=1, num_stages=2, pdl=True),
     ),
+    "gru-cell-padded-library": (
+        GruCellSpec("float16", 27, (33, 8), bias=False),
+        GruCellSize(17),
+        GruCellVariant("padded_library", 2, 64, num_warps=2),
+    ),
     "gru-cell-vector": (
         GruCellSpec("float16", 24, (16,), bias=False),
         GruCellSize(2),

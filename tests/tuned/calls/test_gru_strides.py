@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -232,7 +233,7 @@ def test_products_of_another_precision_than_the_librarys_take_any_input(
 
 # Steps ----------------------------------------------------------------------------------------------------------------
 
-FORMS = ("library", "tile", "padded", "split", "vector", "outer")
+FORMS = ("library", "padded_library", "tile", "padded", "split", "vector", "outer")
 
 
 def cell_variant(form: str) -> GruCellVariant:
@@ -244,7 +245,9 @@ def cell_variant(form: str) -> GruCellVariant:
         "vector": {"block_batch": 4, "block_hidden": 16, "block_k": 128},
         "outer": {"block_batch": 4, "block_hidden": 8},
     }
-    return gates_variant(H) if form == "library" else GruCellVariant(form, **sizes[form])
+    if form.endswith("library"):
+        return dataclasses.replace(gates_variant(H), form=form)
+    return GruCellVariant(form, **sizes[form])
 
 
 @pytest.mark.parametrize(
@@ -253,7 +256,7 @@ def cell_variant(form: str) -> GruCellVariant:
     [
         (form, view)
         for form in FORMS
-        for view in (VIEWS if form in ("library", "tile", "padded") else ("transposed", "misaligned"))
+        for view in (VIEWS if form in ("library", "padded_library", "tile", "padded") else ("transposed", "misaligned"))
     ],
 )
 @pytest.mark.parametrize(("widths", "batch"), [((FEATURES,), 1), ((2, 4), 3)], ids=str)

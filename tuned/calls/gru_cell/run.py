@@ -244,7 +244,7 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
         return _by_torch(segments, given, inplace)
     call = prepared(segments, *given, inplace)
     public = functools.partial(_public, spec, variant)
-    plans = {"library": _library_plan, "padded": _padded_plan}
+    plans = {"library": _library_plan, "padded": _padded_plan, "padded_library": _padded_library_plan}
     make: Any = functools.partial(plans.get(variant.form, _fused_plan), call, public)
     if not always:
         make, public = of_calls_alone(make, public)
@@ -370,6 +370,43 @@ def _library_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
         run(programs, 1, 1, stream_of(device), function, *head, *addresses, *rest)
         if inplace:
             bump_versions(h)
+        return out
+
+    return plan
+
+
+def _padded_library_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
+    """A plan like ``_library_plan``'s, out of place, that first copies inputs and weights, with padded rows."""
+    run, function, head, programs, rest, stream_of, enter, leave = direct
+    device, fresh, at, biased = (
+        call.h.device.index,
+        maker(call.h.shape, call.h),
+        len(call.segments),
+        call.bias_ih is not None,
+    )
+    pads = pads_of(pads_sides(call))
+    found = padded_by(pads, call.h)
+    if found is None:
+        return public
+    pad, (of_x, of_h) = found[0], pads.operands
+    in_order = operator.itemgetter(*range(at), at + 1, at, at + 2)  # the segments, weight_ih, h, weight_hh
+
+    def plan(  # noqa: PLR0913
+        addresses: Any, x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any
+    ) -> Any:
+        if enter.calls or leave.calls:
+            return public(addresses, x, h, weight_ih, weight_hh, bias_ih, bias_hh)
+        out, memory = fresh(), pad(in_order(addresses))
+        if of_x is None:
+            gates_x = _linear(x if at == 1 else _cat(x, -1), weight_ih)
+        else:
+            gates_x = _linear(of_x[0].of(memory), of_x[1].of(memory))
+        gates_h = _linear(h, weight_hh) if of_h is None else _linear(of_h[0].of(memory), of_h[1].of(memory))
+        biases = addresses[-2:] if biased else ()
+        run(
+            programs, 1, 1, stream_of(device), function, *head,
+            gates_x.data_ptr(), gates_h.data_ptr(), *biases, addresses[at], out.data_ptr(), *rest,
+        )  # fmt: skip
         return out
 
     return plan

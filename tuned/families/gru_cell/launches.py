@@ -7,7 +7,7 @@ from typing import Any
 
 from tuned.families.copying import KERNEL as COPY
 from tuned.families.gru_cell.spec import GruCellSpec
-from tuned.families.gru_cell.variant import GruCellVariant, multiplied, outer_tile, programs
+from tuned.families.gru_cell.variant import TENSOR_CORES, GruCellVariant, multiplied, outer_tile, programs
 from tuned.families.launch import Copy, Launch, Product, Step, check_rows
 from tuned.families.padded import Side, pads_of
 from tuned.families.products import MAX_SEGMENTS, Segments, alignment, lanes, widths_of
@@ -35,8 +35,8 @@ def gates_name(*, bias: bool, inplace: bool) -> str:
 
 def kernel_name(spec: GruCellSpec, variant: GruCellVariant) -> str:
     """Module and function name of the kernel that has the gates."""
-    library = variant.form == "library"
-    return gates_name(bias=spec.bias, inplace=spec.inplace) if library else f"gru_cell_{variant.form}"
+    by_library = variant.by_library
+    return gates_name(bias=spec.bias, inplace=spec.inplace) if by_library else f"gru_cell_{variant.form}"
 
 
 def kernel_names(spec: GruCellSpec, variant: GruCellVariant) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ def kernel_names(spec: GruCellSpec, variant: GruCellVariant) -> tuple[str, ...]:
 
 def launches(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> tuple[Step, ...]:
     """All steps of the call, in order: launches, GEMMs and copies."""
-    if variant.form == "library":
+    if variant.by_library:
         return _library(spec, variant, call)
     return _padded(spec, variant, call) if variant.pads else (fused_launch(spec, variant, call),)
 
@@ -92,14 +92,20 @@ def pads_sides(call: GruCellCall) -> tuple[Side, ...]:
     return (call.segments, call.weight_ih), ((call.h,), call.weight_hh)
 
 
-def _padded(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> tuple[Step, ...]:
-    """The copies of inputs and weights whose rows are not aligned, and the whole step in one kernel."""
+def _copied(call: GruCellCall) -> tuple[tuple[Launch, ...], GruCellCall]:
+    """The launches that copy inputs and weights whose rows are not aligned, and the call with the copies."""
     sides = pads_sides(call)
     pads = pads_of(sides)
     memory = call.h.new_empty(pads.elements)
     (x, weight_ih), ((h,), weight_hh) = pads.padded(memory, sides)
     joined = GruCellCall.of(x, h, weight_ih, weight_hh, call.out, call.bias_ih, call.bias_hh)
-    return *pads.launches(memory, sides), fused_launch(multiplied(spec, variant), variant, joined)
+    return pads.launches(memory, sides), joined
+
+
+def _padded(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> tuple[Step, ...]:
+    """The copies of inputs and weights whose rows are not aligned, and the whole step in one kernel."""
+    copies, joined = _copied(call)
+    return *copies, fused_launch(multiplied(spec, variant), variant, joined)
 
 
 def _constants(spec: GruCellSpec, variant: GruCellVariant, align: int) -> dict[str, Any]:
@@ -129,7 +135,7 @@ def _constants(spec: GruCellSpec, variant: GruCellVariant, align: int) -> dict[s
 
 
 def _options(variant: GruCellVariant) -> dict[str, Any]:
-    stages = 1 if variant.form in ("vector", "outer", "library") else variant.num_stages
+    stages = variant.num_stages if variant.form in TENSOR_CORES else 1
     # Given only if it is on: backends other than CUDA do not know the option.
     return {"num_warps": variant.num_warps, "num_stages": stages, **({"launch_pdl": True} if variant.pdl else {})}
 
@@ -166,12 +172,17 @@ def gates_launch(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall, 
 
 
 def _library(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> tuple[Step, ...]:
-    """Both GEMMs by the library, after concatenating the segments of x if it has several, and the gates kernel."""
+    """Both GEMMs by the library, after copies with padded rows or concatenating the segments of x, and the gates kernel."""
     batch = call.h.shape[0]
     gates = tuple(call.h.new_empty((batch, 3 * spec.hidden)) for _ in range(2))
-    x, copies = call.x0, []
-    if len(call.segments) > 1:
+    copies: list[Step] = []
+    given = call
+    if variant.pads:
+        launches, given = _copied(call)
+        copies += launches
+    x = given.x0
+    if len(given.segments) > 1:
         x = call.h.new_empty((batch, spec.input_size))
-        copies = list(map(Copy, call.segments, x.split(spec.inputs, 1)))
-    products = (Product(x, call.weight_ih, gates[0]), Product(call.h, call.weight_hh, gates[1]))
+        copies += map(Copy, given.segments, x.split(spec.inputs, 1))
+    products = (Product(x, given.weight_ih, gates[0]), Product(given.h, given.weight_hh, gates[1]))
     return (*copies, *products, gates_launch(spec, variant, call, gates))

@@ -57,8 +57,9 @@ class GruCellVariant:
 
     # "split": one kernel, tensor cores, K split over the warps; "tile": the same without a split; "padded": the same as
     # "tile", after a copy of inputs and weights with padded rows; "vector": one kernel without tensor cores; "outer": the
-    # same, a thread's rows times its units; "library": two GEMMs of the library, and a kernel for the gates.
-    form: str = one_of("split", "tile", "padded", "vector", "outer", "library", default="split")
+    # same, a thread's rows times its units; "library": two GEMMs of the library, and a kernel for the gates;
+    # "padded_library": the same after such a copy.
+    form: str = one_of("split", "tile", "padded", "vector", "outer", "library", "padded_library", default="split")
     block_batch: int = one_of(1, 2, 4, 8, 16, 32, 64, 128, default=16)
     block_hidden: int = one_of(2, 4, 8, 16, 32, 64, 128, 256, default=8)
     block_k: int = one_of(64, 128, 256, 512, 1024, 2048, default=256)
@@ -81,7 +82,12 @@ class GruCellVariant:
     @property
     def pads(self) -> bool:
         """Inputs and weights are copied first, with padded rows."""
-        return self.form == "padded"
+        return self.form in ("padded", "padded_library")
+
+    @property
+    def by_library(self) -> bool:
+        """The library makes the products, and a kernel the gates."""
+        return self.form in ("library", "padded_library")
 
     @property
     def state_columns(self) -> str:
@@ -104,7 +110,7 @@ class GruCellVariant:
     def simplicity(self) -> tuple[int, ...]:
         """Sort key: within the noise the smaller one wins, so that two runs agree."""
         return (
-            ("vector", "outer", "split", "tile", "padded", "library").index(self.form),
+            ("vector", "outer", "split", "tile", "padded", "library", "padded_library").index(self.form),
             int(self.pdl),
             ("two", "joint", "one").index(self.schedule),
             int(self.stacked),
@@ -165,6 +171,7 @@ def rejection(  # noqa: PLR0911 - one return per rule
     del multiprocessors  # programs of a step do not wait for each other
     own = {
         "library": _library_rejection,
+        "padded_library": _padded_library_rejection,
         "vector": _vector_rejection,
         "outer": _outer_rejection,
         "padded": _padded_rejection,
@@ -259,12 +266,16 @@ def multiplied(spec: GruCellSpec, variant: GruCellVariant) -> GruCellSpec:
 
 
 def _padded_rejection(spec: GruCellSpec, size: GruCellSize | None, variant: GruCellVariant) -> str | None:
-    sides, rows = (
-        [(widths, 3 * spec.hidden) for widths in (spec.inputs, (spec.hidden,))],
-        None if size is None else size.batch,
-    )
-    reason = padded.rejection(ITEM_SIZE[spec.dtype], sides, rows)
-    return reason or _tensor_core_rejection(multiplied(spec, variant), size, variant)
+    return _no_padding(spec, size) or _tensor_core_rejection(multiplied(spec, variant), size, variant)
+
+
+def _padded_library_rejection(spec: GruCellSpec, size: GruCellSize | None, variant: GruCellVariant) -> str | None:
+    return _no_padding(spec, size) or _library_rejection(spec, size, variant)
+
+
+def _no_padding(spec: GruCellSpec, size: GruCellSize | None) -> str | None:
+    sides = [(widths, 3 * spec.hidden) for widths in (spec.inputs, (spec.hidden,))]
+    return padded.rejection(ITEM_SIZE[spec.dtype], sides, None if size is None else size.batch)
 
 
 def _element_by_element(spec: GruCellSpec) -> bool:
@@ -372,7 +383,10 @@ def spends(spec: GruCellSpec, size: GruCellSize, variant: GruCellVariant) -> str
     host.
     """
     own = DEVICE_PRODUCTS if spec.precision == "ieee" else FAST_PRODUCTS
-    if variant.form != "library" or spec.inplace or size.batch * spec.weights > own:
+    own = (
+        DEVICE_PRODUCTS if variant.pads else own
+    )  # PyTorch's own takes the device so long, or longer, where rows are not aligned
+    if not variant.by_library or spec.inplace or size.batch * spec.weights > own:
         return None
     return "two products of the library and a kernel for the gates take the host longer than PyTorch's own"
 
@@ -446,7 +460,10 @@ def fit(variant: GruCellVariant, spec: GruCellSpec, capability: int) -> GruCellV
             variant = dataclasses.replace(variant, block_hidden=units)
     if variant.form in TILES and capability > PDL_CAPABILITY:
         # Blackwell's tensor memory: Triton 3.7 cannot compile accumulators that a loop sets aside, and takes more shared memory.
-        variant = dataclasses.replace(variant, schedule="two")
+        joint, variant = variant.schedule == "joint", dataclasses.replace(variant, schedule="two")
+        if joint and variant.num_stages * stage_bytes(spec, variant) < MIN_IN_FLIGHT:
+            # A turn now loads a block of x or of h, not of both.
+            variant = dataclasses.replace(variant, num_stages=min(2 * variant.num_stages, 6))
         if variant.num_stages > (
             most := max(2, turns(spec, variant))
         ):  # two loops are shorter than the one that they replace
