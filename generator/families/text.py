@@ -72,13 +72,14 @@ def contiguous_lines(names: Sequence[str]) -> list[str]:
     return [f"    {name} = {name}.contiguous()" for name in names]
 
 
-def padded_lines(inputs: Sequence[str], weight: str, joined: str, columns: int) -> list[str]:
-    """Lines that join inputs as ``joined``, and pad its rows and those of the weight to ``columns``: what form "padded" copies."""
+def padded_lines(inputs: Sequence[str], weight: str, joined: str, columns: int, rows: int = 0) -> list[str]:
+    """Lines that join inputs as ``joined``, and pad its rows and those of the weight to ``columns``; the weight to ``rows`` rows."""
     whole = inputs[0] if len(inputs) == 1 else f"torch.cat(({', '.join(inputs)}), -1)"
-    padded = "torch.nn.functional.pad({0}, (0, {1} - {0}.shape[1]))"
+    more = f", 0, {rows} - {weight}.shape[0]" if rows else ""
     return [
         f"    {joined} = {whole}",
-        *(f"    {name} = {padded.format(name, columns)}" for name in (joined, weight)),
+        f"    {joined} = torch.nn.functional.pad({joined}, (0, {columns} - {joined}.shape[1]))",
+        f"    {weight} = torch.nn.functional.pad({weight}, (0, {columns} - {weight}.shape[1]{more}))",
     ]
 
 

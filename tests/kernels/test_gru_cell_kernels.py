@@ -16,7 +16,7 @@ from generator.rendering.structures import structures
 from generator.searching.pool import legal_pool
 from tests.support import pairwise
 from tests.support.gru_case import GruCase, assert_right, build, run_steps
-from tests.support.gru_cell_forms import FORMS, LIBRARY, OUTER, PADDED, SPLIT, TILE, VECTOR
+from tests.support.gru_cell_forms import FORMS, LIBRARY, OUTER, PADDED, PADDED_LIBRARY, SPLIT, TILE, VECTOR
 from tests.support.rope_case import assert_close
 from tests.support.run import DEVICE, INTERPRETED, to_numpy, triton_calls_itself
 from tuned.families.architecture import LEAST_SHARED, shared_limit
@@ -24,6 +24,7 @@ from tuned.families.choices import choices
 from tuned.families.gru_cell.launches import GruCellCall, kernel_name, launches
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.gru_cell.variant import GruCellVariant, default_variant, fit, rejection, stage_bytes
+from tuned.families.launch import Product
 from tuned.families.products import DTYPES
 
 pytestmark = pytest.mark.interpreter
@@ -110,6 +111,16 @@ def test_only_rows_that_are_not_aligned_are_copied(hidden: int, inputs: tuple[in
     assert (main.arguments[0] is call.x0) == (inputs in ((16, 8), (72,)))
     assert (main.arguments[4] is call.h) == (hidden == 24)
     assert main.constants["ALIGN"] == 8
+
+
+@pytest.mark.parametrize(("hidden", "inputs"), [(24, (5, 3)), (19, (16, 8)), (21, (1, 2, 3))], ids=str)
+def test_the_library_multiplies_and_stores_only_aligned_rows(hidden: int, inputs: tuple[int, ...]) -> None:
+    spec = spec_of("float16", hidden, inputs)
+    assert_right(GruCase(spec, batch=5), PADDED_LIBRARY)
+    call, _ = build(GruCase(spec, batch=5))
+    products = [step for step in launches(spec, PADDED_LIBRARY, call) if isinstance(step, Product)]
+    assert len(products) == 2
+    assert all(t.stride() == (t.shape[1], 1) and t.shape[1] % 8 == 0 for p in products for t in (p.a, p.b, p.out))
 
 
 def test_float32_products_may_be_ieee() -> None:

@@ -63,29 +63,37 @@ def padded_widths(widths: tuple[int, ...], item: int) -> tuple[int, ...]:
     """The widths of inputs of elements of ``item`` bytes as they are multiplied: if one is not aligned, all are joined and padded."""
     elements = BYTES // item
     aligned = all(width % elements == 0 for width in widths)
-    return widths if aligned else (ceil_div(sum(widths), elements) * elements,)
+    return widths if aligned else (_up(sum(widths), elements),)
 
 
-def pads_of(sides: Sequence[Side]) -> Pads:
-    """Where the operands of each side go; the last strides of all tensors are 1."""
+def _up(elements: int, to: int) -> int:
+    return ceil_div(elements, to) * to
+
+
+def pads_of(sides: Sequence[Side], *, results: bool = False) -> Pads:
+    """Where the operands of each side go; the last strides of all tensors are 1.
+
+    ``results``: weights get more rows, so that rows of the products are aligned too; these repeat the last one.
+    """
     copies: list[tuple[int, int, Rows]] = []
     operands: list[tuple[Matrix, Matrix] | None] = []
     position = elements = 0
     for inputs, weight in sides:
-        widths = tuple(t.shape[1] for t in inputs)
-        joined = padded_widths(widths, weight.element_size())
-        if joined == widths:
+        widths, multiple = tuple(t.shape[1] for t in inputs), BYTES // weight.element_size()
+        rows = _up(weight.shape[0], multiple) if results else weight.shape[0]
+        if padded_widths(widths, weight.element_size()) == widths and rows == weight.shape[0]:
             operands.append(None)
             position += len(inputs) + 1
             continue
-        (columns,), start = joined, 0
+        columns, start = _up(sum(widths), multiple), 0
         x = Matrix(elements, inputs[0].shape[0], columns)
-        w = Matrix(elements + x.rows * columns, weight.shape[0], columns)
+        w = Matrix(elements + x.rows * columns, rows, columns)
         for t, width in zip(inputs, widths, strict=True):
             last = start + width == sum(widths)
             copies.append((position, x.offset + start, _rows(t, columns - start if last else width, columns)))
             position, start = position + 1, start + width
-        copies.append((position, w.offset, _rows(weight, columns, columns)))
+        of_weight = _rows(weight, columns, columns)._replace(rows=rows, group=rows, held=rows)
+        copies.append((position, w.offset, of_weight))
         position, elements = position + 1, w.offset + w.rows * columns
         operands.append((x, w))
     return Pads(tuple(copies), tuple(operands), elements)

@@ -63,21 +63,24 @@ def wrapper(winner: Winner, shown: Shown) -> str:
         "    out = h" if spec.inplace else "    out = torch.empty_like(h, memory_format=torch.contiguous_format)",
         "    if not h.numel():\n        return out",
     ]
-    given, padding, state = x, list[str](), "h"
+    given, padding, state, of_gates = x, list[str](), "h", ""
     if variant.pads:
         joined = multiplied(spec, variant).inputs
         (columns,) = padded_widths((spec.hidden,), ITEM_SIZE[spec.dtype])
-        if joined != spec.inputs:
-            padding, x = padded_lines(x, "weight_ih", "x0", *joined), ["x0"]
-        state = "state" if variant.by_library else "h"
-        padding += padded_lines(["h"], "weight_hh", state, columns)
+        rows = 0
+        if variant.by_library:  # rows of the products are aligned too
+            (rows,), state = padded_widths((3 * spec.hidden,), ITEM_SIZE[spec.dtype]), "state"
+            of_gates = f"[:, : {3 * spec.hidden}]"
+        if joined != spec.inputs or rows > 3 * spec.hidden:
+            padding, x = padded_lines(x, "weight_ih", "x0", sum(joined), rows), ["x0"]
+        padding += padded_lines(["h"], "weight_hh", state, columns, rows)
     if variant.by_library:
         lines += padding
         whole = x[0] if len(x) == 1 else f"torch.cat(({', '.join(x)}), -1)"
         lines += [
             *contiguous_lines(bias),
-            f"    gates_x = {whole} @ weight_ih.T",
-            f"    gates_h = {state} @ weight_hh.T",
+            f"    gates_x = ({whole} @ weight_ih.T){of_gates}" if of_gates else f"    gates_x = {whole} @ weight_ih.T",
+            f"    gates_h = ({state} @ weight_hh.T){of_gates}" if of_gates else "    gates_h = h @ weight_hh.T",
         ]
         unread = {}
     else:

@@ -17,10 +17,10 @@ from torch.autograd import forward_ad
 
 from tuned.calls.products import MAX_ELEMENTS, name_of, precision_of, rows_of, used, weight_of
 from tuned.families.gru_cell import FAMILY as GRU_CELL
-from tuned.families.gru_cell.launches import GruCellCall, pads_sides
+from tuned.families.gru_cell.launches import GruCellCall, copies_of
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.gru_cell.variant import spends
-from tuned.families.padded import pads_of
+from tuned.families.padded import Pads
 from tuned.families.products import DTYPES, MAX_SEGMENTS, as_called, joined
 from tuned.launching import alike, left
 from tuned.launching.copies import padded_by
@@ -244,8 +244,10 @@ def run_cell(  # noqa: PLR0913 - the tensors of the public call
         return _by_torch(segments, given, inplace)
     call = prepared(segments, *given, inplace)
     public = functools.partial(_public, spec, variant)
-    plans = {"library": _library_plan, "padded": _padded_plan, "padded_library": _padded_library_plan}
-    make: Any = functools.partial(plans.get(variant.form, _fused_plan), call, public)
+    make: Any = functools.partial(_library_plan if variant.form == "library" else _fused_plan, call, public)
+    if variant.pads:
+        plan = _padded_library_plan if variant.by_library else _padded_plan
+        make = functools.partial(plan, copies_of(variant, call), call, public)
     if not always:
         make, public = of_calls_alone(make, public)
     taken = (*call.segments, call.h, call.weight_ih, call.weight_hh, call.bias_ih, call.bias_hh)
@@ -319,7 +321,7 @@ def _fused_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
     return plan
 
 
-def _padded_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
+def _padded_plan(pads: Pads, call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
     device, fresh, at, biased = (
         call.h.device.index,
         maker(call.h.shape, call.h),
@@ -327,7 +329,7 @@ def _padded_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
         call.bias_ih is not None,
     )
     run, function, head, programs, rest, stream_of, enter, leave = direct
-    found = padded_by(pads_of(pads_sides(call)), call.h)
+    found = padded_by(pads, call.h)
     if found is None:
         return public
     pad, (of_x, of_h) = found
@@ -375,7 +377,7 @@ def _library_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
     return plan
 
 
-def _padded_library_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
+def _padded_library_plan(pads: Pads, call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
     """A plan like ``_library_plan``'s, out of place, that first copies inputs and weights, with padded rows."""
     run, function, head, programs, rest, stream_of, enter, leave = direct
     device, fresh, at, biased = (
@@ -384,7 +386,6 @@ def _padded_library_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -
         len(call.segments),
         call.bias_ih is not None,
     )
-    pads = pads_of(pads_sides(call))
     found = padded_by(pads, call.h)
     if found is None:
         return public

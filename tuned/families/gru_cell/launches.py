@@ -9,7 +9,7 @@ from tuned.families.copying import KERNEL as COPY
 from tuned.families.gru_cell.spec import GruCellSpec
 from tuned.families.gru_cell.variant import TENSOR_CORES, GruCellVariant, multiplied, outer_tile, programs
 from tuned.families.launch import Copy, Launch, Product, Step, check_rows
-from tuned.families.padded import Side, pads_of
+from tuned.families.padded import Pads, Side, pads_of
 from tuned.families.products import MAX_SEGMENTS, Segments, alignment, lanes, widths_of
 
 
@@ -92,19 +92,23 @@ def pads_sides(call: GruCellCall) -> tuple[Side, ...]:
     return (call.segments, call.weight_ih), ((call.h,), call.weight_hh)
 
 
-def _copied(call: GruCellCall) -> tuple[tuple[Launch, ...], GruCellCall]:
+def copies_of(variant: GruCellVariant, call: GruCellCall) -> Pads:
+    """What a variant copies first: all that is not aligned, for the library rows of products too."""
+    return pads_of(pads_sides(call), results=variant.by_library)
+
+
+def _copied(variant: GruCellVariant, call: GruCellCall) -> tuple[tuple[Launch, ...], GruCellCall]:
     """The launches that copy inputs and weights whose rows are not aligned, and the call with the copies."""
-    sides = pads_sides(call)
-    pads = pads_of(sides)
-    memory = call.h.new_empty(pads.elements)
-    (x, weight_ih), ((h,), weight_hh) = pads.padded(memory, sides)
+    sides, copies = pads_sides(call), copies_of(variant, call)
+    memory = call.h.new_empty(copies.elements)
+    (x, weight_ih), ((h,), weight_hh) = copies.padded(memory, sides)
     joined = GruCellCall.of(x, h, weight_ih, weight_hh, call.out, call.bias_ih, call.bias_hh)
-    return pads.launches(memory, sides), joined
+    return copies.launches(memory, sides), joined
 
 
 def _padded(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> tuple[Step, ...]:
     """The copies of inputs and weights whose rows are not aligned, and the whole step in one kernel."""
-    copies, joined = _copied(call)
+    copies, joined = _copied(variant, call)
     return *copies, fused_launch(multiplied(spec, variant), variant, joined)
 
 
@@ -174,15 +178,16 @@ def gates_launch(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall, 
 def _library(spec: GruCellSpec, variant: GruCellVariant, call: GruCellCall) -> tuple[Step, ...]:
     """Both GEMMs by the library, after copies with padded rows or concatenating the segments of x, and the gates kernel."""
     batch = call.h.shape[0]
-    gates = tuple(call.h.new_empty((batch, 3 * spec.hidden)) for _ in range(2))
     copies: list[Step] = []
     given = call
     if variant.pads:
-        launches, given = _copied(call)
+        launches, given = _copied(variant, call)
         copies += launches
     x = given.x0
     if len(given.segments) > 1:
         x = call.h.new_empty((batch, spec.input_size))
         copies += map(Copy, given.segments, x.split(spec.inputs, 1))
-    products = (Product(x, given.weight_ih, gates[0]), Product(given.h, given.weight_hh, gates[1]))
-    return (*copies, *products, gates_launch(spec, variant, call, gates))
+    operands = (x, given.weight_ih), (given.h, given.weight_hh)
+    products = [Product(a, b, call.h.new_empty((batch, b.shape[0]))) for a, b in operands]
+    gates_x, gates_h = (product.out[:, : 3 * spec.hidden] for product in products)
+    return (*copies, *products, gates_launch(spec, variant, call, (gates_x, gates_h)))
