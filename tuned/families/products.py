@@ -38,6 +38,8 @@ FEWER_ROWS = {2: 0.55, 4: 0.4}
 CALLED_PRODUCTS = (
     2**23
 )  # rows times weights, up to which a kernel ends before the host is done with a call of PyTorch's operator
+# The same for tensor cores: the largest rows of form "padded" below it took 8 to 13 us. More is asked of the rows than of small calls.
+CALLED_FAST = 2**26
 CALLED_ROWS = 4  # in float32, whose products do not use tensor cores: with more rows, deep ones take up to 220 us
 
 
@@ -75,8 +77,8 @@ def _aligned(spec: Any) -> int:
 
 
 def _joined(spec: Any) -> int:
-    """The largest power of two that divides the longest rows of PyTorch's operator, in elements and at most 16 bytes."""
-    return math.gcd(ALIGNED_BYTES // ITEM_SIZE[spec.dtype], max(spec.joined))
+    """The largest power of two that divides rows and results of PyTorch's longest product, in elements and at most 16 bytes."""
+    return math.gcd(ALIGNED_BYTES // ITEM_SIZE[spec.dtype], *max(spec.products))
 
 
 def _slim(spec: Any, size: Rows) -> bool:
@@ -99,7 +101,7 @@ def grows(row: Any, spec: Any, size: Rows, work: Callable[[Any, int, Any], float
     """How many times its time at a row of ``single_elements`` a kernel takes at a call, while PyTorch's operator takes as long.
 
     ``work`` is that of a multiprocessor: such a row's lead says nothing of more. In 16 bits PyTorch's operator takes down to half as
-    long where the longest rows that it multiplies, of inputs side by side, are multiples of 4 bytes.
+    long where rows and results of its longest product, of inputs side by side, are multiples of 4 bytes.
     """
     wider = ITEM_SIZE[spec.dtype] == 2 and slow_loads(row.spec) and _joined(spec) > _joined(row.spec)  # noqa: PLR2004
     more = work(spec, size.batch, row.variant) / work(row.spec, row.size.batch, row.variant)
@@ -117,7 +119,7 @@ def waves(programs: int, variant: Any) -> float:
 def as_called(family: Any, host_us: float, float32_rows: float = math.inf) -> Any:
     """The family for calls outside of CUDA graphs, where PyTorch's operator takes the host ``host_us`` at least.
 
-    Small calls (CALLED_PRODUCTS) trust every row of their precision. ``float32_rows``: in float32, calls of more rows do not.
+    Small calls (CALLED_PRODUCTS) trust every row of their precision, up to CALLED_FAST 16-bit ones those without a ``doubt``. ``float32_rows``: in float32, calls of more rows do not.
     """
     doubts = family.doubt
 
@@ -130,7 +132,8 @@ def as_called(family: Any, host_us: float, float32_rows: float = math.inf) -> An
         return doubts(row, spec, size, octaves)  # type: ignore[no-any-return]
 
     def least(spec: Any, size: Rows) -> float:
-        return host_us if size.batch * spec.weights <= CALLED_PRODUCTS else 0.0
+        most = CALLED_FAST if ITEM_SIZE[spec.dtype] == 2 else CALLED_PRODUCTS  # noqa: PLR2004
+        return host_us if size.batch * spec.weights <= most else 0.0
 
     return dataclasses.replace(family, doubt=doubt_as_called, least_us=least)
 

@@ -44,8 +44,9 @@ GRID_BATCH = (1, 6, 40, 200, 800)
 UNALIGNED_HIDDEN = (75, 225, 675)
 UNALIGNED_BATCH = (5, 30, 180)
 UNALIGNED_LARGE, LARGE_BATCH = 2025, (5, 30)  # larger steps are PyTorch's in float32
-# In bfloat16, which form "padded" is for.
+# In bfloat16, which form "padded" is for: (hidden, batch), and (input, hidden, batches) of very different widths.
 PADDED = ((75, 700), (225, 700), (675, 700), (2025, 180), (2025, 700))
+SKEWED = ((75, 675, (30, 180, 700)), (75, 2025, (5, 30, 180)), (1351, 75, (30, 180, 700)))
 
 
 def problems() -> Iterator[Problem]:
@@ -64,3 +65,7 @@ def problems() -> Iterator[Problem]:
                 yield Problem(f"gru_cell_{grid}_{short}_{batch}x{hidden}", "gru_cell", spec, GruCellSize(batch))
     for hidden, batch in PADDED:
         yield Problem(f"gru_cell_unaligned_bf16_{batch}x{hidden}", "gru_cell", _square(hidden), GruCellSize(batch))
+    for width, hidden, batches in SKEWED:
+        for batch in batches:
+            name = f"gru_cell_unaligned_bf16_{batch}x{width}x{hidden}"
+            yield Problem(name, "gru_cell", GruCellSpec("bfloat16", hidden, (width,)), GruCellSize(batch))

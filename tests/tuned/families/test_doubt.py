@@ -19,7 +19,7 @@ from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.gru_cell.variant import GruCellVariant
 from tuned.families.linear_cat import variant as products
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
-from tuned.families.products import CALLED_PRODUCTS, CALLED_ROWS, FAR, slow_loads
+from tuned.families.products import CALLED_FAST, CALLED_PRODUCTS, CALLED_ROWS, FAR, slow_loads
 from tuned.lookup import lookup
 from tuned.lookup.lookup import Gpu
 from tuned.lookup.misses import Moments
@@ -132,8 +132,10 @@ def test_what_pytorchs_own_takes_of_a_small_call_is_the_hosts_time_at_least() ->
         assert called is not None
     called = slower["l"][0]
     assert called(spec, LinearCatSize(24)) == linear.HOST_US
-    assert called(spec, LinearCatSize(CALLED_PRODUCTS // spec.weights + 1)) == 0
     single = dataclasses.replace(spec, dtype="float32", precision="ieee")
+    for one, most in ((spec, CALLED_FAST), (single, CALLED_PRODUCTS)):
+        assert called(one, LinearCatSize(most // spec.weights)) == linear.HOST_US
+        assert called(one, LinearCatSize(most // spec.weights + 1)) == 0
     assert [called(single, LinearCatSize(rows)) for rows in (CALLED_ROWS, CALLED_ROWS + 1)] == 2 * [linear.HOST_US]
     row = next(r for r in tables()["nvidia_h200"].rows["linear_cat"] if r.spec == spec and r.size == LinearCatSize(24))
     quick, unknown = (dataclasses.replace(row, median_us=9.0, eager_us=us) for us in (8.0, 0.0))

@@ -35,9 +35,9 @@ class GruCellSpec:
         return (*self.inputs, self.hidden)
 
     @property
-    def joined(self) -> tuple[int, ...]:
-        """The same for PyTorch's operator, for which the segments are concatenated."""
-        return self.input_size, self.hidden
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """(elements of a row, results) of the products of PyTorch's operator, for which the segments are concatenated."""
+        return (self.input_size, 3 * self.hidden), (self.hidden, 3 * self.hidden)
 
     @property
     def weights(self) -> int:

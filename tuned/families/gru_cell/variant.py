@@ -45,6 +45,7 @@ DEVICE_PRODUCTS, FAST_PRODUCTS = 2**29, 2**33
 SINGLE_LEAD, SINGLE_LEAST = 1.33, 2 / 3
 TILES, TENSOR_CORES = ("tile", "padded"), ("split", "tile", "padded")  # forms
 SINGLE_ROWS = 256  # with more, form "padded" takes the place of form "tile" if rows are not aligned
+MAX_POINTERS = 2**14  # units x elements of a row in a turn, before Hopper
 GATES_PER_THREAD = 8  # elements, eight float32 values each: two 16-byte loads of each tensor
 
 
@@ -188,12 +189,25 @@ def rejection(  # noqa: PLR0911 - one return per rule
         )
     if variant.pdl and capability < PDL_CAPABILITY:
         return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
+    if capability < PDL_CAPABILITY and (reason := _too_large(spec, variant)):
+        return reason
     kept = variant.num_stages - _in_registers(variant, capability)
     needed, limit = kept * stage_bytes(spec, variant), shared_limit(capability)
     if variant.form in TENSOR_CORES and capability == 0 and variant.block_hidden < AMD_COLUMNS:
         return f"block_hidden={variant.block_hidden} is less than the {AMD_COLUMNS} columns of AMD's matrix cores"
     if variant.form in TENSOR_CORES and needed > limit:
         return f"{needed} bytes of shared memory are more than the {limit} of this architecture: fewer stages are tried"
+    return None
+
+
+def _too_large(spec: GruCellSpec, variant: GruCellVariant) -> str | None:
+    """Why a tile spills without warpgroups, or None."""
+    if variant.pads and variant.schedule == "joint" and variant.block_batch * variant.block_hidden >= MAX_SUMS:
+        return (
+            f"a turn with two of {variant.block_batch} x {variant.block_hidden} takes more registers than a thread has"
+        )
+    if variant.splits and _element_by_element(spec) and variant.block_hidden * variant.block_k >= MAX_POINTERS:
+        return f"pointers to {variant.block_hidden} x {variant.block_k} elements of each gate take more registers than a thread has"
     return None
 
 
@@ -458,6 +472,8 @@ def fit(variant: GruCellVariant, spec: GruCellSpec, capability: int) -> GruCellV
         if variant.form in TILES:  # without warpgroups all accumulators are in a warp's registers: larger tiles spill
             units = min(variant.block_hidden, max(8, MAX_SUMS // variant.block_batch))
             variant = dataclasses.replace(variant, block_hidden=units)
+        if _too_large(spec, variant) is not None:
+            variant = dataclasses.replace(variant, **({"schedule": "one"} if variant.pads else {"block_hidden": 8}))
     if variant.form in TILES and capability > PDL_CAPABILITY:
         # Blackwell's tensor memory: Triton 3.7 cannot compile accumulators that a loop sets aside, and takes more shared memory.
         joint, variant = variant.schedule == "joint", dataclasses.replace(variant, schedule="two")

@@ -34,9 +34,9 @@ class LinearCatSpec:
         return (*self.inputs, self.input_size)
 
     @property
-    def joined(self) -> tuple[int, ...]:
-        """The same for PyTorch's operator, for which the segments are concatenated."""
-        return (self.input_size,)
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """(elements of a row, results) of the product of PyTorch's operator, for which the segments are concatenated."""
+        return ((self.input_size, self.outputs),)
 
     @property
     def weights(self) -> int:

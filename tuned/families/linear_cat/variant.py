@@ -19,6 +19,7 @@ from tuned.families.products import (
     SLIM_ROWS,
     VECTOR_REGISTERS,
     VECTOR_ROWS,
+    WARP,
     WAVE,
     OuterTile,
     lanes,
@@ -36,6 +37,8 @@ MOST_RESULTS = 10_500
 # each row. 7 rows of 1,000 features to 5,430 took 13.6 us by the winner of one row, which has one a program, and PyTorch's operators 11.4.
 OTHER_ROWS, READ_BYTES = 2.0, 32e6
 TILES = "tile", "padded"  # forms
+MOST_BLACKWELL = 8192  # rows x columns of form "padded"
+MAX_POINTERS = 128  # of a thread, to elements that are loaded one by one
 MOST_STAGES = 4  # of form "padded"
 SINGLE_RESULTS = 2**17  # with more, form "padded" takes the place of form "tile" if rows are not aligned
 MIN_IN_FLIGHT = 48 * 1024  # bytes of a program's loads; with fewer the memory is not kept busy
@@ -148,6 +151,8 @@ def rejection(
         )
     if variant.pdl and capability < PDL_CAPABILITY:
         return f"programmatic dependent launch needs compute capability 9.0, not {capability / 10}"
+    if capability != PDL_CAPABILITY and (reason := _too_large(spec, variant, capability)):
+        return reason
     needed, limit = variant.num_stages * stage_bytes(spec, variant), shared_limit(capability)
     if variant.form in TILES and needed > limit:
         return f"{needed} bytes of shared memory are more than the {limit} of this architecture: fewer stages are tried"
@@ -220,7 +225,7 @@ def _tile_rejection(  # noqa: PLR0911, PLR0912 - one return per rule
         return f"block_rows={rows} would leave more than half of its rows empty with {size.batch}"
     if size is not None and rows < 64 and size.batch >= 2 * rows:  # noqa: PLR2004
         return f"block_rows={rows} reads the weight several times for {size.batch} rows: larger tiles are tried"
-    single = variant.form == "tile" and ITEM_SIZE[spec.dtype] == padded.SERVED and slow_loads(spec)
+    single = _loads_elements(spec, variant)
     if (
         single
         and size is not None
@@ -324,6 +329,35 @@ def adapt(variant: LinearCatVariant, _spec: LinearCatSpec, _to: LinearCatSpec) -
     return variant
 
 
+def _too_large(spec: LinearCatSpec, variant: LinearCatVariant, capability: int) -> str | None:
+    """Why a tile spills on architectures other than Hopper, or None."""
+    results = variant.block_rows * variant.block_columns
+    elements = (variant.block_rows + variant.block_columns) * variant.block_k // (WARP * variant.num_warps)
+    if _loads_elements(spec, variant) and elements > MAX_POINTERS:
+        return f"pointers to {elements} elements take more registers than a thread has: more warps are tried"
+    if variant.pads and capability > PDL_CAPABILITY and results > MOST_BLACKWELL:
+        return f"{results} results are more than {MOST_BLACKWELL}: smaller tiles are tried"
+    if variant.pads and capability > PDL_CAPABILITY and variant.num_warps > 4 and results <= MOST_BLACKWELL // 2:  # noqa: PLR2004
+        return f"{results} results on {variant.num_warps} warps: fewer warps are tried"
+    return None
+
+
+def _with_registers(variant: LinearCatVariant, spec: LinearCatSpec, capability: int) -> LinearCatVariant:
+    """The variant for an architecture other than Hopper, without what is ``_too_large`` there."""
+    if _too_large(spec, variant, capability) is None:
+        return variant
+    if not variant.pads:
+        return dataclasses.replace(variant, num_warps=8)
+    if variant.block_rows * variant.block_columns > MOST_BLACKWELL:
+        return dataclasses.replace(variant, block_columns=MOST_BLACKWELL // variant.block_rows)
+    return dataclasses.replace(variant, num_warps=4)
+
+
+def _loads_elements(spec: LinearCatSpec, variant: LinearCatVariant) -> bool:
+    """Whether tensor cores wait for loads: those of 16-bit rows that are not aligned, which cannot be asynchronous."""
+    return variant.form == "tile" and ITEM_SIZE[spec.dtype] == padded.SERVED and slow_loads(spec)
+
+
 def fit(variant: LinearCatVariant, spec: LinearCatSpec, capability: int) -> LinearCatVariant:
     """The variant for another architecture: without what only newer ones have, and with no more stages than fit."""
     if variant.form in TILES:
@@ -333,4 +367,6 @@ def fit(variant: LinearCatVariant, spec: LinearCatSpec, capability: int) -> Line
             variant = dataclasses.replace(variant, block_k=variant.block_k // 2)
         stages = max(2, shared_limit(capability) // stage_bytes(spec, variant))
         variant = dataclasses.replace(variant, num_stages=min(stages, variant.num_stages))
+    if capability != PDL_CAPABILITY:
+        variant = _with_registers(variant, spec, capability)
     return variant if capability >= PDL_CAPABILITY else dataclasses.replace(variant, pdl=False)
