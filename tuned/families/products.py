@@ -87,9 +87,8 @@ def _slim(spec: Any, size: Rows) -> bool:
 
 def fewer_rows(row: Any, spec: Any, size: Rows) -> bool:
     """Whether an unaligned row, or one of form "outer", has many more rows than a call: PyTorch's operator takes less there."""
-    return (slow_loads(row.spec) or single_elements(row)) and size.batch < FEWER_ROWS[
-        ITEM_SIZE[spec.dtype]
-    ] * row.size.batch
+    least = FEWER_ROWS[ITEM_SIZE[spec.dtype]] * row.size.batch
+    return (slow_loads(row.spec) or single_elements(row)) and size.batch < least
 
 
 def single_elements(row: Any) -> bool:

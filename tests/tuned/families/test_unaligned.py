@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tuned.calls.gru_cell.run import MOMENTS as CELL
 from tuned.calls.linear_cat.run import MOMENTS as LINEAR
@@ -18,6 +20,7 @@ from tuned.families.gru_cell.variant import GruCellVariant
 from tuned.families.linear_cat import variant as linears
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
 from tuned.families.linear_cat.variant import LinearCatVariant
+from tuned.families.padded import Matrix, pads_of
 from tuned.families.products import OuterTile
 from tuned.lookup.lookup import Gpu
 from tuned.lookup.table import tables
@@ -76,6 +79,79 @@ def test_the_form_is_tried_where_tensor_cores_do_not_multiply_or_wait(spec: Any,
     assert (found is None) is tried, found
 
 
+# Form "padded" --------------------------------------------------------------------------------------------------------
+
+LINE = LinearCatSpec("bfloat16", (601, 300), 4500)
+PADDED_LINE, PADDED_CELL = (
+    LinearCatVariant("padded", 64, 64, 64),
+    GruCellVariant("padded", 64, 16, 64, k_parts=1, num_stages=6),
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "rows", "why"),
+    [
+        (LINE, 180, None),
+        (dataclasses.replace(LINE, dtype="float16", inputs=(4, 901 - 4)), 64, None),
+        (LINE, 16, "does not pay for 16 rows"),
+        (dataclasses.replace(LINE, inputs=(600, 296)), 180, "no multiples of 16 bytes"),
+        (dataclasses.replace(LINE, dtype="float32", precision="tf32"), 180, "16-bit rows"),
+        (dataclasses.replace(LINE, inputs=(60_001,), outputs=35_800), 180, "32 bits"),
+    ],
+)
+def test_linears_are_padded_where_rows_are_many_and_not_aligned(spec: Any, rows: int, why: str | None) -> None:
+    found = linears.rejection(
+        spec, LinearCatSize(rows), dataclasses.replace(PADDED_LINE, block_rows=16 if rows < 64 else 64)
+    )
+    assert found is None if why is None else why in str(found)
+
+
+@pytest.mark.parametrize("form", ["padded", "padded_library"])
+def test_steps_are_padded_where_rows_are_many_and_not_aligned(form: str) -> None:
+    variant = PADDED_CELL if form == "padded" else dataclasses.replace(cells.gates_variant(675), form=form)
+    assert cells.rejection(step(675), GruCellSize(180), variant) is None
+    assert cells.rejection(GruCellSpec("bfloat16", 675, (64,)), GruCellSize(180), variant) is None
+    assert "no multiples" in str(cells.rejection(step(672), GruCellSize(180), variant))
+    assert "16-bit" in str(cells.rejection(step(675, "float32"), GruCellSize(180), variant))
+    assert "does not pay" in str(cells.rejection(step(675), GruCellSize(16), variant))
+    assert "in place" in str(cells.rejection(dataclasses.replace(step(675), inplace=True), GruCellSize(180), variant))
+
+
+def test_many_rows_are_not_loaded_an_element_at_a_time_by_tensor_cores() -> None:
+    tile, small = (dataclasses.replace(variant, form="tile") for variant in (PADDED_CELL, PADDED_LINE))
+    assert cells.rejection(step(675), GruCellSize(256), tile) is None
+    assert "copies once" in str(cells.rejection(step(675), GruCellSize(257), tile))
+    assert "copies once" in str(linears.rejection(LINE, LinearCatSize(180), small))
+    assert linears.rejection(dataclasses.replace(LINE, inputs=(600, 304)), LinearCatSize(180), small) is None
+
+
+def test_all_that_is_copied_lies_apart_and_aligned() -> None:
+    """Inputs go side by side; rows that a weight gets for the library's results repeat its last one."""
+    x, y, weight, h, recurrent = (
+        torch.empty(s, dtype=torch.float16) for s in ((3, 5), (3, 2), (21, 7), (3, 8), (21, 8))
+    )
+    sides = ((x, y), weight), ((h,), recurrent)
+    plain, whole = pads_of(sides), pads_of(sides, results=True)
+    assert plain.operands == ((Matrix(0, 3, 8), Matrix(24, 21, 8)), None)
+    assert [(which, at, rows.columns, rows.y_row) for which, at, rows in plain.copies] == [
+        (0, 0, 5, 8),
+        (1, 5, 3, 8),
+        (2, 24, 8, 8),
+    ]
+    assert plain.elements == 24 * 8
+    assert whole.operands == ((Matrix(0, 3, 8), Matrix(24, 24, 8)), (Matrix(216, 3, 8), Matrix(240, 24, 8)))
+    assert [(rows.rows, rows.held, rows.last) for _, _, rows in whole.copies[2::2]] == [(24, 24, 20)] * 2
+    assert whole.elements == 54 * 8
+
+
+def test_a_call_that_the_device_serves_quickly_is_not_padded_for_the_library() -> None:
+    """It takes the host a launch more than PyTorch's own."""
+    variant = dataclasses.replace(cells.gates_variant(675), form="padded_library")
+    assert cells.spends(step(675), GruCellSize(180), variant) is not None
+    assert cells.spends(step(675), GruCellSize(700), variant) is None
+    assert cells.spends(step(672), GruCellSize(700), cells.gates_variant(672)) is not None
+
+
 # What rows say --------------------------------------------------------------------------------------------------------
 
 
@@ -129,6 +205,25 @@ def test_in_16_bits_pytorch_may_take_half_as_long_where_rows_are_multiples_of_4_
     row = row_of("gru_cell", step(675), GruCellSize(30))
     odd, even = (cells.grows(row, GruCellSpec("bfloat16", hidden, (600,)), GruCellSize(30)) for hidden in (601, 602))
     assert even == 2 * odd
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "times"),
+    [((41, 345), 2302, 2.0), ((41, 344), 2302, 1.0), ((41, 345), 2301, 1.0), ((600, 302), 4500, 2.0)],
+)
+def test_pytorch_multiplies_rows_of_all_inputs_together(inputs: tuple[int, ...], outputs: int, times: float) -> None:
+    """22 rows of 41 + 345 features and 2,302 outputs took PyTorch 7.0 us, a kernel 8.8: the 386 features are multiples of 4 bytes."""
+    row = row_of("linear_cat", LINE, LinearCatSize(180))
+    assert row.variant.pads
+    assert linears.grows(row, LinearCatSpec("bfloat16", inputs, outputs), LinearCatSize(200)) == times
+
+
+def test_what_a_padded_row_takes_grows_no_faster_than_pytorchs() -> None:
+    row = row_of("linear_cat", LINE, LinearCatSize(180))
+    assert linears.grows(row, dataclasses.replace(LINE, outputs=9001), LinearCatSize(360)) == 1
+    found = LINEAR.choice_of(LinearCatSpec("bfloat16", (876, 94), 2153), LinearCatSize(244), H200, captured=True)
+    assert found.variant is not None
+    assert found.variant.pads
 
 
 def test_a_lead_at_many_more_unaligned_rows_says_nothing() -> None:

@@ -321,6 +321,11 @@ def _fused_plan(call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
     return plan
 
 
+def _order_of_sides(segments: int) -> Any:
+    """A function from the addresses of a step's tensors to those of what is copied, in the order of ``pads_sides``."""
+    return operator.itemgetter(*range(segments), segments + 1, segments, segments + 2)
+
+
 def _padded_plan(pads: Pads, call: GruCellCall, public: Any, direct: DirectLaunch) -> Any:
     device, fresh, at, biased = (
         call.h.device.index,
@@ -333,7 +338,7 @@ def _padded_plan(pads: Pads, call: GruCellCall, public: Any, direct: DirectLaunc
     if found is None:
         return public
     pad, (of_x, of_h) = found
-    in_order = operator.itemgetter(*range(at), at + 1, at, at + 2)  # the segments, weight_ih, h, weight_hh
+    in_order = _order_of_sides(at)
 
     def plan(  # noqa: PLR0913
         addresses: Any, x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any
@@ -390,7 +395,7 @@ def _padded_library_plan(pads: Pads, call: GruCellCall, public: Any, direct: Dir
     if found is None:
         return public
     pad, (of_x, of_h) = found[0], pads.operands
-    in_order = operator.itemgetter(*range(at), at + 1, at, at + 2)  # the segments, weight_ih, h, weight_hh
+    in_order = _order_of_sides(at)
 
     def plan(  # noqa: PLR0913
         addresses: Any, x: Any, h: Any, weight_ih: Any, weight_hh: Any, bias_ih: Any, bias_hh: Any
