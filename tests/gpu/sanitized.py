@@ -238,7 +238,7 @@ def _cells() -> Iterator[Deed]:
 
     for text, view in itertools.product(gru_gates_specs(), ("contiguous", "wide", "transposed")):
         yield deed(GruCellSpec("bfloat16", 70, (20, 3), bias=text.bias, inplace=text.inplace), "library", view)
-    for form in ("split", "tile", "vector", "outer"):
+    for form in ("split", "tile", "padded", "vector", "outer"):
         for dtype, view in (("float32", "wide"), ("bfloat16", "wide"), ("float16", "contiguous")):
             precision = "tf32" if dtype == "float32" else ""
             yield deed(GruCellSpec(dtype, 19, (33, 100), precision=precision), form, view)

@@ -123,6 +123,9 @@ def product_launches(capability: int = 90) -> dict[str, Launch]:
         steps += cell_launches(fused, cell_fit(cell_default(fused, size), fused, capability), call)
     single, size = GruCellSpec("float32", 192, (192,), precision="ieee"), GruCellSize(40)
     steps += cell_launches(single, GruCellVariant("outer", 8, 2, num_warps=2), gru_cell.inputs(single, size, "meta", 0))
+    unaligned, size = GruCellSpec("bfloat16", 675, (675,)), GruCellSize(180)
+    padded = cell_fit(GruCellVariant("padded", 64, 16, 64, k_parts=1, num_stages=6), unaligned, capability)
+    steps += cell_launches(unaligned, padded, gru_cell.inputs(unaligned, size, "meta", 0))
     for problem in linear_problems():
         variant = linear_default(problem.spec, problem.size)
         steps += linear_launches(problem.spec, variant, linear_cat.inputs(problem.spec, problem.size, "meta", 0))
@@ -416,12 +419,12 @@ def cell_code(spec: GruCellSpec, variant: GruCellVariant, batch: int) -> tuple[N
 
 
 def ptx_of(problem: Problem, variant: Any) -> str:
-    """The PTX of a variant that is one launch, for sm_90."""
+    """The PTX of a variant's last launch, for sm_90."""
     from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415
     from generator.workload import WORKLOADS  # noqa: PLC0415
 
     work = WORKLOADS[problem.family]
-    (launch,) = work.family.launches(problem.spec, variant, work.inputs(problem.spec, problem.size, "meta", 0))
+    launch = work.family.launches(problem.spec, variant, work.inputs(problem.spec, problem.size, "meta", 0))[-1]
     return str(compile_launch(launch, target_of("sm_90")).asm["ptx"])
 
 
