@@ -96,12 +96,13 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     # The library's tiles are not known. Its products write six rows of the hidden size in addition, and its gates read them.
     operands = (rows + 3 * units) * width * item if not library else 0
     gates = 12 * size.batch * spec.hidden * item if library else 0
+    copied = 2 * (3 * spec.hidden + size.batch) * width * item if variant.pads else 0  # read and written first
     stages = 2 if variant.form in ("vector", "outer") else variant.num_stages
     return (
         Work(
             programs=count,
             warps=variant.num_warps,
-            memory_bytes=bytes_moved(spec, size) + gates,
+            memory_bytes=bytes_moved(spec, size) + gates + copied,
             again_bytes=max(0.0, count * operands - weight_bytes(spec) - size.batch * width * item),
             in_flight_bytes=min(operands, stages * (rows + 3 * units) * variant.block_k * item)
             or 8 * rows * units * item,

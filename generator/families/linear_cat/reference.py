@@ -64,11 +64,12 @@ def work(problem: Problem, variant: Any) -> tuple[Work, ...]:
     operands = (rows + columns) * spec.input_size * item
     stages = variant.num_stages if variant.form in TILES else 2
     moved = bytes_moved(spec, size)
+    copied = 2 * (spec.outputs + size.batch) * spec.input_size * item if variant.pads else 0  # read and written first
     return (
         Work(
             programs=count,
             warps=variant.num_warps,
-            memory_bytes=moved,
+            memory_bytes=moved + copied,
             again_bytes=max(0.0, count * operands - moved),
             in_flight_bytes=min(operands, stages * (rows + columns) * variant.block_k * item),
             elements=count * rows * columns,
