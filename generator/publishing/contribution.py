@@ -301,14 +301,17 @@ def kernels_of(winners: tuple[Winner, ...]) -> list[Winner]:
 
 
 def sample_of(rows: list[Winner], most: int) -> list[Winner]:
-    """At most ``most`` rows: up to half are the largest tile of each text, and the others are evenly spaced."""
+    """At most ``most`` rows: up to half are the largest tile of each family, then of each text; the others are evenly spaced."""
     if len(rows) <= most:
         return rows
     ordered = sorted(rows, key=lambda row: (-_tile(row), row.name))
     largest: dict[Any, Winner] = {}
     for row in ordered:
         largest.setdefault(WORKLOADS[row.family].family.kernel_names(row.spec, row.variant), row)
-    chosen = list(largest.values())[: most // 2]
+    of_family: dict[str, Winner] = {}
+    for row in largest.values():
+        of_family.setdefault(row.family, row)
+    chosen = sorted(largest.values(), key=lambda row: row is not of_family[row.family])[: most // 2]
     rest = [row for row in ordered if row not in chosen]
     left = most - len(chosen)
     return chosen + [rest[i * len(rest) // left] for i in range(left)]

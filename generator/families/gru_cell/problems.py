@@ -44,9 +44,9 @@ GRID_BATCH = (1, 6, 40, 200, 800)
 UNALIGNED_HIDDEN = (75, 225, 675)
 UNALIGNED_BATCH = (5, 30, 180)
 UNALIGNED_LARGE, LARGE_BATCH = 2025, (5, 30)  # larger steps are PyTorch's in float32
-# In bfloat16, which form "padded" is for: (hidden, batch), and (input, hidden, batches) of very different widths.
+# In bfloat16, which form "padded" is for: (hidden, batch), and (input, hidden, batches) of different widths.
 PADDED = ((75, 700), (225, 700), (675, 700), (2025, 180), (2025, 700))
-SKEWED = ((75, 675, (30, 180, 700)), (75, 2025, (5, 30, 180)), (1351, 75, (30, 180, 700)))
+SKEWED = ((75, 675, (30, 180, 700)),)
 
 
 def problems() -> Iterator[Problem]:
