@@ -34,6 +34,7 @@ COMMANDS = {
         "-c",
         "import sys; print([m for m in sys.modules if m.split('.')[0] in ('tuned', 'generator', 'tests', 'tune')])",
     ),
+    "no bytecode": ("-c", "import sys; print(sys.dont_write_bytecode)"),
     "threads": ("-c", "import os; print(len(os.listdir('/proc/self/task')))"),
 }
 
@@ -44,6 +45,7 @@ def test_a_forked_process_gives_what_a_new_one_does(tmp_path: Path, name: str) -
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "beside.py").touch()
     environment = {**os.environ, "TUNED_GIVEN": "given", "PYTHONPATH": str(tmp_path / "elsewhere")}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
     forked, new = (python(*COMMANDS[name], cwd=tmp_path, environment=environment, new=new) for new in (False, True))
     assert (forked.returncode, forked.stdout) == (new.returncode, new.stdout)
     assert forked.stderr.splitlines()[-1:] == new.stderr.splitlines()[-1:]

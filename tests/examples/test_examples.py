@@ -112,7 +112,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")"""
 @pytest.mark.parametrize("example", LEAST, ids=lambda example: example.__name__)
 def test_a_script_whose_reader_has_gone_ends_without_a_traceback(example: Any, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONUNBUFFERED"] = ""  # buffered output remains after the error, and is written when Python ends
+    environment.pop(
+        "PYTHONUNBUFFERED", None
+    )  # buffered output remains after the error, and is written when Python ends
     command = ("-c", UNREAD, str(example.__file__), "--device", "cpu", *LEAST[example])
     done = python(*command, cwd=tmp_path, environment=environment)
     assert (done.returncode, complaints(done.stderr)) == (1, "")

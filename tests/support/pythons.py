@@ -28,7 +28,17 @@ import torch
 ROOT = Path(__file__).parents[2]
 PRELOAD = ("numpy", "torch", "triton.language", "triton.compiler", "jinja2", "optuna", "rich.console", "typer.testing")
 # Variables that no package of PRELOAD reads while it is imported. Each set of values of all other variables gets a server.
-LATE = ("COLUMNS", "CUDA_VISIBLE_DEVICES", "PYTEST_", "PYTHONPATH", "TRITON_CACHE_DIR", "TUNED_", "XDG_")
+LATE = (
+    "COLUMNS",
+    "CUDA_VISIBLE_DEVICES",
+    "PYTEST_",
+    "PYTHONDONTWRITEBYTECODE",
+    "PYTHONPATH",
+    "TORCHINDUCTOR_CACHE_DIR",  # Inductor sets it in the process of a test that compiles
+    "TRITON_CACHE_DIR",
+    "TUNED_",
+    "XDG_",
+)
 _SERVERS: dict[tuple[tuple[str, str], ...], _Server] = {}
 
 
@@ -123,6 +133,7 @@ def _become(command: list[str], cwd: str, environment: dict[str, str], paths: li
         del sys.modules[name]
     importlib.invalidate_caches()
     tempfile.tempdir = None
+    sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
     sys.modules["numpy"].random.seed()  # else all children draw the same numbers; Python's random reseeds itself
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
