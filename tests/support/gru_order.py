@@ -542,15 +542,19 @@ def wrong_in(case: Case) -> list[str]:
 def texts(case: Case, edits: Edits = ()) -> tuple[str, str]:
     """PTX and machine code of a case; ``edits`` are made to the text of its kernel first."""
     os.environ.pop("TRITON_INTERPRET", None)
-    from generator.measuring.compile import compile_launch, target_of  # noqa: PLC0415 - imports Triton
+    from generator.measuring.compile import compile_launch, resources, target_of  # noqa: PLC0415 - imports Triton
     from generator.workload import WORKLOADS  # noqa: PLC0415
     from tuned.families.launch import Launch  # noqa: PLC0415
 
     work = WORKLOADS[case.family]
     steps = work.family.launches(case.spec, case.variant, work.inputs(case.spec, case.size, "meta", 0))
     launch = next(step for step in steps if isinstance(step, Launch))
+    target = target_of(case.architecture)
     with _edited(launch.kernel, edits):
-        compiled = compile_launch(launch, target_of(case.architecture))
+        resources(
+            launch, target
+        )  # keeps the report: tests of what the same case needs would else compile it again for that
+        compiled = compile_launch(launch, target)
     return compiled.asm["ptx"], disassembled(compiled.asm["cubin"])
 
 
