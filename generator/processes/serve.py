@@ -9,8 +9,6 @@ import signal
 import traceback
 from typing import Any
 
-import torch
-
 from ..problem import Problem
 from .channel import Channel, ClosedError
 
@@ -63,6 +61,8 @@ class GpuServer:
     """Measures on one GPU; holds one staged problem at most."""
 
     def __init__(self, device: int) -> None:
+        import torch  # noqa: PLC0415 - 1 s, which a Caller need not wait for
+
         torch.cuda.set_device(device)
         self.device = device
         self.staged: Any = None
@@ -75,6 +75,8 @@ class GpuServer:
 
     def free_bytes(self, _: None) -> int:
         """Free memory of the GPU, once the staged problem has been given up."""
+        import torch  # noqa: PLC0415 - as above
+
         self._clear()
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0]
@@ -102,6 +104,8 @@ class GpuServer:
 
         After an illegal access every CUDA call fails, also a launch: then this raises, and the process has to end.
         """
+        import torch  # noqa: PLC0415 - as above
+
         gc.collect()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
