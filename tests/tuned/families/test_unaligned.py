@@ -249,7 +249,7 @@ def test_an_unaligned_row_says_nothing_of_aligned_ones() -> None:
 
 
 def test_kernels_serve_more_calls_of_the_releases_draw() -> None:
-    """As calls 94 of 240 steps and linears before form "outer" and its rows."""
+    """As calls 94 of 240 steps and linears before form "outer" and its rows, and 149 before form "padded" and its rows."""
     run = Path(__file__).parents[3] / "benchmarks" / "results" / "random" / "nvidia_h200-steps-26800357.json"
     drawn = json.loads(run.read_text())["rows"]
     assert sum(row["rule"] != "eager" for row in drawn) == 94
@@ -263,4 +263,4 @@ def test_kernels_serve_more_calls_of_the_releases_draw() -> None:
             line = LinearCatSpec(row["dtype"], tuple(row["inputs"]), row["outputs"], precision=precision)
             found = LINEAR.choice_of(line, LinearCatSize(rows), H200, captured=False)
         served += found.variant is not None
-    assert served >= 149
+    assert served >= 168
