@@ -21,7 +21,7 @@ PADDED_ROWS = 16  # with as few rows, copying the weights takes longer than load
 MAX_ELEMENTS = 2**31  # of a padded weight: the kernels compute offsets in it in 32 bits
 
 Side = tuple[
-    tuple[Any, ...], Any
+    Any, Any
 ]  # inputs that are multiplied side by side, each [rows, width], and their weight [columns, all widths]
 
 
@@ -37,12 +37,15 @@ class Matrix(NamedTuple):
         return memory.as_strided((self.rows, self.columns), (self.columns, 1), self.offset)
 
 
-class Pads(NamedTuple):
+class Pads:
     """The copies of a call, and where they go in one memory."""
 
-    copies: tuple[tuple[int, int, Rows], ...]  # (which of the tensors of all sides, its offset, its rows)
-    operands: tuple[tuple[Matrix, Matrix] | None, ...]  # of each side the input and the weight; None: as they are
-    elements: int
+    def __init__(
+        self, copies: list[tuple[int, int, Rows]], operands: list[tuple[Matrix, Matrix] | None], elements: int
+    ) -> None:
+        self.copies = copies  # (which of the tensors of all sides, its offset, its rows)
+        self.operands = operands  # of each side the input and the weight; None: as they are
+        self.elements = elements
 
     def launches(self, memory: Any, sides: Sequence[Side]) -> tuple[Launch, ...]:
         """The launches that make all copies: one makes up to six."""
@@ -96,7 +99,7 @@ def pads_of(sides: Sequence[Side], *, results: bool = False) -> Pads:
         copies.append((position, w.offset, of_weight))
         position, elements = position + 1, w.offset + w.rows * columns
         operands.append((x, w))
-    return Pads(tuple(copies), tuple(operands), elements)
+    return Pads(copies, operands, elements)
 
 
 def _rows(t: Any, width: int, columns: int) -> Rows:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,12 +11,14 @@ from tuned.families.padded import Pads
 from tuned.launching.launcher import as_integers
 from tuned.launching.plan import direct_launch, launch_known, maker
 
-MOST_NUMBER = 2**31  # from here on a number has 64 bits, which needs another compiled kernel
-Fire = Callable[[tuple[int, ...]], None]  # the addresses of x and y of each copy, in this order
-Places = tuple[
-    tuple[int, int] | None, ...
-]  # of each side the input and the weight in the memory, bytes; None: as they are
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
+    Fire = Callable[[tuple[int, ...]], None]  # the addresses of x and y of each copy, in this order
+    # Of each side the input and the weight in the memory, bytes; None: as they are.
+    Places = tuple[tuple[int, int] | None, ...]
+
+MOST_NUMBER = 2**31  # from here on a number has 64 bits, which needs another compiled kernel
 _COMPILED: dict[Any, Any] = {}  # (device, dtype) -> the kernel
 
 

@@ -132,14 +132,14 @@ def test_all_that_is_copied_lies_apart_and_aligned() -> None:
     )
     sides = ((x, y), weight), ((h,), recurrent)
     plain, whole = pads_of(sides), pads_of(sides, results=True)
-    assert plain.operands == ((Matrix(0, 3, 8), Matrix(24, 21, 8)), None)
+    assert plain.operands == [(Matrix(0, 3, 8), Matrix(24, 21, 8)), None]
     assert [(which, at, rows.columns, rows.y_row) for which, at, rows in plain.copies] == [
         (0, 0, 5, 8),
         (1, 5, 3, 8),
         (2, 24, 8, 8),
     ]
     assert plain.elements == 24 * 8
-    assert whole.operands == ((Matrix(0, 3, 8), Matrix(24, 24, 8)), (Matrix(216, 3, 8), Matrix(240, 24, 8)))
+    assert whole.operands == [(Matrix(0, 3, 8), Matrix(24, 24, 8)), (Matrix(216, 3, 8), Matrix(240, 24, 8))]
     assert [(rows.rows, rows.held, rows.last) for _, _, rows in whole.copies[2::2]] == [(24, 24, 20)] * 2
     assert whole.elements == 54 * 8
 
@@ -263,4 +263,4 @@ def test_kernels_serve_more_calls_of_the_releases_draw() -> None:
             line = LinearCatSpec(row["dtype"], tuple(row["inputs"]), row["outputs"], precision=precision)
             found = LINEAR.choice_of(line, LinearCatSize(rows), H200, captured=False)
         served += found.variant is not None
-    assert served >= 168
+    assert served >= 170
