@@ -20,9 +20,8 @@ INTEGERS = {2: torch.int16, 4: torch.int32}  # as which elements are copied
 PADDED_ROWS = 16  # with as few rows, copying the weights takes longer than loading them an element at a time
 MAX_ELEMENTS = 2**31  # of a padded weight: the kernels compute offsets in it in 32 bits
 
-Side = tuple[
-    Any, Any
-]  # inputs that are multiplied side by side, each [rows, width], and their weight [columns, all widths]
+# Inputs that are multiplied side by side, each [rows, width], and their weight [columns, all widths].
+Side = tuple[Any, Any]
 
 
 class Matrix(NamedTuple):
