@@ -233,12 +233,12 @@ def _cells() -> Iterator[Deed]:
     def deed(spec: GruCellSpec, form: str, view: str) -> Deed:
         case = GruCase(spec, batch=5, view=view)
         name = cell_name(spec, CELLS[form])
-        library = form == "library"
+        library = CELLS[form].by_library
         return Deed((name,), functools.partial(tests.support.gru_case.assert_right, case, CELLS[form]), library)
 
     for text, view in itertools.product(gru_gates_specs(), ("contiguous", "wide", "transposed")):
         yield deed(GruCellSpec("bfloat16", 70, (20, 3), bias=text.bias, inplace=text.inplace), "library", view)
-    for form in ("split", "tile", "padded", "vector", "outer"):
+    for form in ("split", "tile", "padded", "padded_library", "vector", "outer"):
         for dtype, view in (("float32", "wide"), ("bfloat16", "wide"), ("float16", "contiguous")):
             precision = "tf32" if dtype == "float32" else ""
             yield deed(GruCellSpec(dtype, 19, (33, 100), precision=precision), form, view)
