@@ -11,6 +11,10 @@ from generator.estimating.targets import TARGETS
 from generator.problem import Problem
 from generator.processes.compiler import compile_variant, hopeless
 from generator.storage.record import WINNERS
+from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
+from tuned.families.gru_cell.variant import GruCellVariant
+from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
+from tuned.families.linear_cat.variant import LinearCatVariant
 from tuned.families.registry import FAMILIES
 from tuned.lookup.lookup import LEAD, Gpu, choose
 from tuned.lookup.record import load_record
@@ -87,3 +91,54 @@ def test_winners_fit_a_card_that_is_not_at_hand(
         needs = compiler.submit(compile_variant, problem, choice.variant, target.architecture).result()
         assert hopeless(needs, capability) is None, winner.name
         assert all(need.registers <= MAX_REGISTERS for need in needs)
+
+
+STEP, LINE = GruCellSpec("bfloat16", 675, (675,)), LinearCatSpec("bfloat16", (150, 75), 450)
+# Tiles of an H200 that spill 16 to 288 bytes on another card: (spec, size, variant, capability).
+SPILL = {
+    "padded, two in a turn": (
+        STEP,
+        GruCellSize(700),
+        GruCellVariant("padded", 128, 32, 64, k_parts=1, num_stages=3, num_warps=8, schedule="joint", stacked=True),
+        80,
+    ),
+    "single elements of 1,024 columns": (
+        GruCellSpec("bfloat16", 2025, (2025,)),
+        GruCellSize(30),
+        GruCellVariant("split", 32, 16, 1024, k_parts=8, num_stages=2, num_warps=8, schedule="one"),
+        80,
+    ),
+    "single elements on four warps": (
+        LINE,
+        LinearCatSize(180),
+        LinearCatVariant("tile", 64, 16, 256, num_stages=2),
+        100,
+    ),
+    "padded, 128 x 128": (
+        LinearCatSpec("bfloat16", (601, 300), 4500),
+        LinearCatSize(700),
+        LinearCatVariant("padded", 128, 128, 64, num_stages=4, num_warps=8),
+        100,
+    ),
+    "padded, few results on eight warps": (
+        LINE,
+        LinearCatSize(700),
+        LinearCatVariant("padded", 128, 32, 64, num_warps=8),
+        120,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPILL)
+def test_a_tile_that_spills_on_another_card_is_made_smaller_there(
+    compiler: concurrent.futures.Executor, name: str
+) -> None:
+    spec, size, variant, capability = SPILL[name]
+    family = FAMILIES["gru_cell" if isinstance(spec, GruCellSpec) else "linear_cat"]
+    assert family.rejection(spec, size, variant, 90) is None
+    assert family.rejection(spec, size, variant, capability) is not None
+    fitted = family.fit(variant, spec, capability)
+    assert family.rejection(spec, size, fitted, capability) is None
+    architecture = TARGETS_BY_CAPABILITY[capability].architecture
+    needs = compiler.submit(compile_variant, Problem("", family.name, spec, size), fitted, architecture).result()
+    assert hopeless(needs, capability) is None
