@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from tuned.families.launch import Launch, ceil_div
 
 KERNEL, MOST = "copy_rows", 6
+INTEGERS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # item size in bytes -> dtype that shows the bits
 ROWS, COLUMNS = 16, 128  # of a program's tile
 
 

@@ -6,17 +6,15 @@ launch (tuned.families.copying) copies the inputs, side by side, and the weights
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-
-from tuned.families.copying import MOST, Rows, copy_launch, padded
+from tuned.families.copying import INTEGERS, MOST, Rows, copy_launch, padded
 from tuned.families.launch import Launch, ceil_div
+from tuned.families.products import ALIGNED_BYTES, ITEM_SIZE
 
-BYTES = 16  # that divide padded rows
 SERVED = 2  # bytes of an element: rows of float32 are loaded 4 bytes at a time, which is asynchronous too
-INTEGERS = {2: torch.int16, 4: torch.int32}  # as which elements are copied
 PADDED_ROWS = 16  # with as few rows, copying the weights takes longer than loading them an element at a time
 MAX_ELEMENTS = 2**31  # of a padded weight: the kernels compute offsets in it in 32 bits
 
@@ -63,9 +61,16 @@ class Pads:
 
 def padded_widths(widths: tuple[int, ...], item: int) -> tuple[int, ...]:
     """The widths of inputs of elements of ``item`` bytes as they are multiplied: if one is not aligned, all are joined and padded."""
-    elements = BYTES // item
+    elements = ALIGNED_BYTES // item
     aligned = all(width % elements == 0 for width in widths)
     return widths if aligned else (_up(sum(widths), elements),)
+
+
+def multiplied(spec: Any, variant: Any) -> Any:
+    """The spec with the inputs as the kernel of a variant multiplies them: one that ``pads`` has joined them."""
+    if not variant.pads:
+        return spec
+    return dataclasses.replace(spec, inputs=padded_widths(spec.inputs, ITEM_SIZE[spec.dtype]))
 
 
 def _up(elements: int, to: int) -> int:
@@ -81,7 +86,7 @@ def pads_of(sides: Sequence[Side], *, results: bool = False) -> Pads:
     operands: list[tuple[Matrix, Matrix] | None] = []
     position = elements = 0
     for inputs, weight in sides:
-        widths, multiple = tuple(t.shape[1] for t in inputs), BYTES // weight.element_size()
+        widths, multiple = tuple(t.shape[1] for t in inputs), ALIGNED_BYTES // weight.element_size()
         rows = _up(weight.shape[0], multiple) if results else weight.shape[0]
         if padded_widths(widths, weight.element_size()) == widths and rows == weight.shape[0]:
             operands.append(None)
@@ -110,7 +115,7 @@ def rejection(item: int, sides: Sequence[tuple[tuple[int, ...], int]], rows: int
     """Why form "padded" is not tried for sides of (widths of the inputs, rows of the weight), or None."""
     copied = [(widths, columns) for widths, columns in sides if padded_widths(widths, item) != widths]
     if item != SERVED or not copied:
-        return f"form='padded' is for 16-bit rows that are no multiples of {BYTES} bytes"
+        return f"form='padded' is for 16-bit rows that are no multiples of {ALIGNED_BYTES} bytes"
     if rows is not None and rows <= PADDED_ROWS:
         return f"form='padded' copies all weights, which does not pay for {rows} rows: it takes more than {PADDED_ROWS}"
     if max(columns * padded_widths(widths, item)[0] for widths, columns in copied) >= MAX_ELEMENTS:

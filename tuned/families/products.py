@@ -38,7 +38,7 @@ FEWER_ROWS = {2: 0.55, 4: 0.4}
 CALLED_PRODUCTS = (
     2**23
 )  # rows times weights, up to which a kernel ends before the host is done with a call of PyTorch's operator
-# The same for tensor cores: the largest rows of form "padded" below it took 8 to 13 us. More is asked of the rows than of small calls.
+# The same for tensor cores: rows of form "padded" take 8.9 us at most below it, and 12.1 at 2^26.1. More is asked of the rows than of small calls.
 CALLED_FAST = 2**26
 CALLED_ROWS = 4  # in float32, whose products do not use tensor cores: with more rows, deep ones take up to 220 us
 
@@ -64,6 +64,11 @@ def doubt(row: Any, spec: Any, size: Rows, octaves: float, *, few: bool = True) 
 def slow_loads(spec: Any) -> bool:
     """Whether rows of weights or inputs are no multiples of 16 bytes, and so are loaded an element at a time."""
     return _aligned(spec) * ITEM_SIZE[spec.dtype] < ALIGNED_BYTES
+
+
+def late_loads(spec: Any) -> bool:
+    """Whether tensor cores wait for loads: those of 16-bit rows that are not aligned, which cannot be asynchronous."""
+    return ITEM_SIZE[spec.dtype] == 2 and slow_loads(spec)  # noqa: PLR2004
 
 
 def mixed_loads(spec: Any) -> bool:

@@ -20,16 +20,10 @@ from typing import Any
 import torch
 
 import tuned.kernels
+from tuned.families.copying import INTEGERS
 from tuned.families.launch import Copy, Fill, Launch, Product, Step
 from tuned.launching.rehearsal import NotedError, listen, listening
 from tuned.launching.uncompiled import refuse_known, remember_failure
-
-INTEGERS = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}  # item size in bytes -> dtype that shows the bits
 
 
 @functools.cache

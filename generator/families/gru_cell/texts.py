@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from tuned.families.gru_cell.launches import gates_name, kernel_name
 from tuned.families.gru_cell.spec import GruCellSpec
-from tuned.families.gru_cell.variant import GruCellVariant, multiplied
+from tuned.families.gru_cell.variant import GruCellVariant
 from tuned.families.launch import ceil_div
-from tuned.families.padded import padded_widths
+from tuned.families.padded import multiplied, padded_widths
 from tuned.families.products import ITEM_SIZE, MAX_SEGMENTS
 from tuned.lookup.record import Winner
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from tuned.families.launch import ceil_div
 from tuned.families.linear_cat.launches import kernel_name
 from tuned.families.linear_cat.spec import LinearCatSpec
-from tuned.families.linear_cat.variant import LinearCatVariant, multiplied
+from tuned.families.linear_cat.variant import LinearCatVariant
+from tuned.families.padded import multiplied
 from tuned.families.products import MAX_SEGMENTS
 from tuned.lookup.record import Winner
 

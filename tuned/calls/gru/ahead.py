@@ -15,11 +15,10 @@ from tuned.calls.gru import run
 from tuned.calls.gru.arguments import GruCall
 from tuned.calls.gru.lengths import lengths_of
 from tuned.calls.gru.wide import wider_spec
-from tuned.families.copying import copy_launch, filled
+from tuned.families.copying import INTEGERS, copy_launch, filled
 from tuned.families.gru import FAMILY as GRU
 from tuned.families.gru.spec import GruSize, GruSpec
 from tuned.families.launch import Step
-from tuned.launching.launcher import INTEGERS
 from tuned.lookup.lookup import Choice, Gpu, choose
 
 

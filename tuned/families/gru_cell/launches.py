@@ -7,9 +7,9 @@ from typing import Any
 
 from tuned.families.copying import KERNEL as COPY
 from tuned.families.gru_cell.spec import GruCellSpec
-from tuned.families.gru_cell.variant import TENSOR_CORES, GruCellVariant, multiplied, outer_tile, programs
+from tuned.families.gru_cell.variant import TENSOR_CORES, GruCellVariant, outer_tile, programs
 from tuned.families.launch import Copy, Launch, Product, Step, check_rows
-from tuned.families.padded import Pads, Side, pads_of
+from tuned.families.padded import Pads, Side, multiplied, pads_of
 from tuned.families.products import MAX_SEGMENTS, Segments, alignment, lanes, widths_of
 
 

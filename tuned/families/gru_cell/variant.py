@@ -11,7 +11,7 @@ from tuned.families.architecture import LEAST_SHARED, PDL_CAPABILITY, shared_lim
 from tuned.families.choices import one_of
 from tuned.families.gru_cell.spec import GruCellSize, GruCellSpec
 from tuned.families.launch import ceil_div, next_power_of_2
-from tuned.families.padded import padded_widths
+from tuned.families.padded import multiplied
 from tuned.families.products import (
     ITEM_SIZE,
     MAX_VECTOR_BLOCKS,
@@ -21,6 +21,7 @@ from tuned.families.products import (
     WAVE,
     OuterTile,
     lanes,
+    late_loads,
     mixed_loads,
     slow_loads,
 )
@@ -206,7 +207,7 @@ def _too_large(spec: GruCellSpec, variant: GruCellVariant) -> str | None:
         return (
             f"a turn with two of {variant.block_batch} x {variant.block_hidden} takes more registers than a thread has"
         )
-    if variant.splits and _element_by_element(spec) and variant.block_hidden * variant.block_k >= MAX_POINTERS:
+    if variant.splits and late_loads(spec) and variant.block_hidden * variant.block_k >= MAX_POINTERS:
         return f"pointers to {variant.block_hidden} x {variant.block_k} elements of each gate take more registers than a thread has"
     return None
 
@@ -272,13 +273,6 @@ def _outer_rejection(spec: GruCellSpec, size: GruCellSize | None, variant: GruCe
     return outer_tile(spec, variant).rejection(spec, size, ceil_div(spec.hidden, variant.block_hidden))
 
 
-def multiplied(spec: GruCellSpec, variant: GruCellVariant) -> GruCellSpec:
-    """The spec with the inputs as the kernel multiplies them: form "padded" has joined them."""
-    if not variant.pads:
-        return spec
-    return dataclasses.replace(spec, inputs=padded_widths(spec.inputs, ITEM_SIZE[spec.dtype]))
-
-
 def _padded_rejection(spec: GruCellSpec, size: GruCellSize | None, variant: GruCellVariant) -> str | None:
     return _no_padding(spec, size) or _tensor_core_rejection(multiplied(spec, variant), size, variant)
 
@@ -292,11 +286,6 @@ def _no_padding(spec: GruCellSpec, size: GruCellSize | None) -> str | None:
     return padded.rejection(ITEM_SIZE[spec.dtype], sides, None if size is None else size.batch)
 
 
-def _element_by_element(spec: GruCellSpec) -> bool:
-    """Whether tensor cores wait for loads: those of 16-bit rows that are not aligned, which cannot be asynchronous."""
-    return ITEM_SIZE[spec.dtype] == padded.SERVED and slow_loads(spec)
-
-
 def _tensor_core_rejection(  # noqa: PLR0911, PLR0912 - one return per rule
     spec: GruCellSpec, size: GruCellSize | None, variant: GruCellVariant
 ) -> str | None:
@@ -305,7 +294,7 @@ def _tensor_core_rejection(  # noqa: PLR0911, PLR0912 - one return per rule
         return f"a tile of {rows} rows and {units} units is not tried on tensor cores: 16 rows at least, 8 to 64 units"
     if reason := _empty_rows(size, variant, 16):
         return reason
-    if variant.form == "tile" and _element_by_element(spec) and size is not None and size.batch > SINGLE_ROWS:
+    if variant.form == "tile" and late_loads(spec) and size is not None and size.batch > SINGLE_ROWS:
         return f"form='padded' copies once what form='tile' would load an element at a time for every {rows} of {size.batch} rows"
     if size is not None and size.batch <= SLIM_ROWS and slow_loads(spec):
         return (

@@ -8,8 +8,8 @@ from typing import Any
 from tuned.families.copying import KERNEL as COPY
 from tuned.families.launch import Launch, check_rows
 from tuned.families.linear_cat.spec import LinearCatSpec
-from tuned.families.linear_cat.variant import TILES, LinearCatVariant, multiplied, outer_tile, programs
-from tuned.families.padded import Side, pads_of
+from tuned.families.linear_cat.variant import TILES, LinearCatVariant, outer_tile, programs
+from tuned.families.padded import Side, multiplied, pads_of
 from tuned.families.products import MAX_SEGMENTS, Segments, alignment, lanes, widths_of
 
 

@@ -12,7 +12,7 @@ from tuned.families.architecture import LEAST_SHARED, PDL_CAPABILITY, shared_lim
 from tuned.families.choices import one_of
 from tuned.families.launch import ceil_div, next_power_of_2
 from tuned.families.linear_cat.spec import LinearCatSize, LinearCatSpec
-from tuned.families.padded import padded_widths
+from tuned.families.padded import multiplied
 from tuned.families.products import (
     ITEM_SIZE,
     MAX_VECTOR_BLOCKS,
@@ -23,8 +23,8 @@ from tuned.families.products import (
     WAVE,
     OuterTile,
     lanes,
+    late_loads,
     mixed_loads,
-    slow_loads,
 )
 
 # What a tile's size depends on; the other knobs are free at their defaults.
@@ -51,7 +51,8 @@ class LinearCatVariant:
     Text (chooses what Jinja writes): ``form``. Numbers (constexpr and launch options): the rest.
     """
 
-    # "tile": tensor cores; "padded": the same, after a copy of inputs and weight with padded rows; "vector": without, for a few rows; "outer": without, a thread's rows times its columns.
+    # "tile": tensor cores; "padded": the same, after a copy of inputs and weight with padded rows; "vector": without tensor
+    # cores, for a few rows; "outer": without, a thread's rows times its columns.
     form: str = one_of("tile", "padded", "vector", "outer", default="tile")
     block_rows: int = one_of(1, 2, 4, 8, 16, 32, 64, 128, default=16)
     block_columns: int = one_of(4, 8, 16, 32, 64, 128, default=32)
@@ -195,13 +196,6 @@ def _outer_rejection(spec: LinearCatSpec, size: LinearCatSize | None, variant: L
     return outer_tile(spec, variant).rejection(spec, size, ceil_div(spec.outputs, variant.block_columns))
 
 
-def multiplied(spec: LinearCatSpec, variant: LinearCatVariant) -> LinearCatSpec:
-    """The spec with the inputs as the kernel multiplies them: form "padded" has joined them."""
-    if not variant.pads:
-        return spec
-    return dataclasses.replace(spec, inputs=padded_widths(spec.inputs, ITEM_SIZE[spec.dtype]))
-
-
 def _no_padding(spec: LinearCatSpec, rows: int | None) -> str | None:
     return padded.rejection(ITEM_SIZE[spec.dtype], [(spec.inputs, spec.outputs)], rows)
 
@@ -225,7 +219,7 @@ def _tile_rejection(  # noqa: PLR0911, PLR0912 - one return per rule
         return f"block_rows={rows} would leave more than half of its rows empty with {size.batch}"
     if size is not None and rows < 64 and size.batch >= 2 * rows:  # noqa: PLR2004
         return f"block_rows={rows} reads the weight several times for {size.batch} rows: larger tiles are tried"
-    single = _loads_elements(spec, variant)
+    single = variant.form == "tile" and late_loads(spec)
     if (
         single
         and size is not None
@@ -333,7 +327,7 @@ def _too_large(spec: LinearCatSpec, variant: LinearCatVariant, capability: int) 
     """Why a tile spills on architectures other than Hopper, or None."""
     results = variant.block_rows * variant.block_columns
     elements = (variant.block_rows + variant.block_columns) * variant.block_k // (WARP * variant.num_warps)
-    if _loads_elements(spec, variant) and elements > MAX_POINTERS:
+    if variant.form == "tile" and late_loads(spec) and elements > MAX_POINTERS:
         return f"pointers to {elements} elements take more registers than a thread has: more warps are tried"
     if variant.pads and capability > PDL_CAPABILITY and results > MOST_BLACKWELL:
         return f"{results} results are more than {MOST_BLACKWELL}: smaller tiles are tried"
@@ -351,11 +345,6 @@ def _with_registers(variant: LinearCatVariant, spec: LinearCatSpec, capability: 
     if variant.block_rows * variant.block_columns > MOST_BLACKWELL:
         return dataclasses.replace(variant, block_columns=MOST_BLACKWELL // variant.block_rows)
     return dataclasses.replace(variant, num_warps=4)
-
-
-def _loads_elements(spec: LinearCatSpec, variant: LinearCatVariant) -> bool:
-    """Whether tensor cores wait for loads: those of 16-bit rows that are not aligned, which cannot be asynchronous."""
-    return variant.form == "tile" and ITEM_SIZE[spec.dtype] == padded.SERVED and slow_loads(spec)
 
 
 def fit(variant: LinearCatVariant, spec: LinearCatSpec, capability: int) -> LinearCatVariant:
